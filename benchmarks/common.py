@@ -189,7 +189,7 @@ def agree(value: int) -> int:
 
 def processes(num: int, threads: int = 1) -> WorkerPool:
     """Start a pool of processes that communicate over gloo."""
-    return WorkerPool(num, timeout_s=TIMEOUT_S, threads=threads, imports=("torch", "transformers"))
+    return WorkerPool(num, timeout_s=TIMEOUT_S, num_threads=threads, module_names=("torch", "transformers"))
 
 
 def two_processes(threads: int = 1) -> WorkerPool:

@@ -33,7 +33,7 @@ from torch.profiler import profile
 
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.compiled_layers import get_stack_compilers
+from shardformer.sharding.compiled_layers import get_layer_stack_compilers
 
 LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one process": ({"data": 1}, {}),
@@ -147,7 +147,7 @@ def measure(
         start = time.perf_counter()
         variants[name].step(0)
         first[name] = time.perf_counter() - start
-        lines += map(str, get_stack_compilers(model))
+        lines += map(str, get_layer_stack_compilers(model))
     timings = common.take_turns({name: each.step for name, each in variants.items()}, repetitions, seconds)
     cpu_s = {name: each.cpu_s[-len(timings[name].seconds) :] for name, each in variants.items()}
     return Result(timings, cpu_s, first, lines, _shares(variants[EAGER]))

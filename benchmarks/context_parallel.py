@@ -28,9 +28,9 @@ from torch import Tensor
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import AttentionScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal_predicate
+from shardformer.context_parallel.masks import ChunkedMask, causal_mask_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
-from shardformer.context_parallel.sequence_layout import SequencePositions
+from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.context_parallel.ulysses import (
     HeadExchange,
     assign_key_heads,
@@ -100,25 +100,25 @@ def _as_step(attend: Attend) -> Step:
 
 def _indices(name: str, length: int, context: ParallelContext) -> Tensor:
     ranks = context.sequence.size
-    positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
+    positions = SequenceLayout(length, 1, ranks) if name == "ulysses" else SequenceLayout(length, ranks)
     return positions.get_positions_of_rank(context.sequence.rank)
 
 
 def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Attend:
     axis, length = context.sequence, whole[0].shape[2]
     ranks = axis.size
-    positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
+    positions = SequenceLayout(length, 1, ranks) if name == "ulysses" else SequenceLayout(length, ranks)
     at = positions.get_positions_of_rank(axis.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     alone = ParallelContext.from_sizes({}).sequence
     ring = alone if name == "ulysses" else axis
     travel = RingExchange(
         ring,
-        ChunkedMask(causal_predicate, None, positions, positions, 1),
+        ChunkedMask(causal_mask_predicate, None, positions, positions, 1),
         AttentionScoreOptions(WIDTH**-0.5),
         name == "gather",
     )
-    stretches = tuple(positions.get_group_lengths(0))
+    stretches = tuple(positions.get_lengths_of_group_ranks(0))
     mine = assign_query_heads(HEADS, ranks)
     queries = HeadExchange(axis, mine, stretches, HEADS)
     keys = HeadExchange(axis, assign_key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
@@ -141,7 +141,7 @@ def _torchs(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Att
     """Return torch's ring templates, which take the kernel as an argument."""
     import torch.distributed.tensor.experimental._context_parallel._attention as rings
 
-    at = SequencePositions(whole[0].shape[2], context.sequence.size).get_positions_of_rank(context.sequence.rank)
+    at = SequenceLayout(whole[0].shape[2], context.sequence.size).get_positions_of_rank(context.sequence.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     aten = torch.ops.aten
 

@@ -54,7 +54,7 @@ from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.plan import make_sharding_plan
 from shardformer.verify.comparison import Report
-from shardformer.verify.model_source import map_model_types_to_classes
+from shardformer.verify.model_source import get_model_classes_by_type
 from shardformer.verify.verification import verify
 
 SECONDS = 30
@@ -186,7 +186,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     kind, called = ATTENTION, set[str]()
     try:
         reduced = reduced_or_itself(model, model_type, name)
-        kind, called = look(reduced.model, reduced.run)
+        kind, called = look(reduced.model, reduced.forward_fn)
     except Exception:
         pass  # modules that cannot be inspected count as weights to shard
     tell(record("given up", kind, seconds=SECONDS, reason=f"more than {SECONDS} s"))
@@ -199,7 +199,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     problem = (
         None
         if inferred
-        else validate_policy(ReferenceGradients.from_model(reduced.model, reduced.run), type(policy), 2)
+        else validate_policy(ReferenceGradients.from_model(reduced.model, reduced.forward_fn), type(policy), 2)
     )
     try:
         share, whole = cut(model, policy, called)
@@ -213,7 +213,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
     """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
-    parts = set(make_sharding_plan(model, policy).get_sharded_parameter_ids())
+    parts = set(make_sharding_plan(model, policy).get_sharded_param_names_by_id())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}
     for path, module in model.named_modules():
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.table and not count:
         todo = [
             (t, n)
-            for t, n in sorted(map_model_types_to_classes().items())
+            for t, n in sorted(get_model_classes_by_type().items())
             if args.only.fullmatch(t) and t not in records
         ]
         for model_type, name in track(todo, "architectures", console=console):

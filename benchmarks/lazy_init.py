@@ -138,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_apart(num: int, threads: int, fn: Any, *args: Any) -> Any:
     """Run ``fn`` in new processes."""
-    with WorkerPool(num, timeout_s=common.TIMEOUT_S, threads=threads, imports=("torch", "transformers")) as pool:
+    with WorkerPool(
+        num, timeout_s=common.TIMEOUT_S, num_threads=threads, module_names=("torch", "transformers")
+    ) as pool:
         return pool.run(fn, *args)
 
 

@@ -16,7 +16,7 @@ from common import Llama
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedule_chart import choose_action_colors, format_action
+from shardformer.pipeline.schedule_chart import format_action, get_action_colors
 from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
@@ -162,7 +162,7 @@ def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan
     narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:
-            face, ink = choose_action_colors(schedule, action)
+            face, ink = get_action_colors(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
             if end - start > narrowest:  # wide enough for its name
                 middle, name = (start + end) / 2 * 1e3, format_action(schedule, action)

@@ -27,13 +27,13 @@ from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid_layers import GridModule, get_hidden_splits
+from shardformer.tensor_parallel.grid_layers import GridParallelModule, get_hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_plain_class
 
 # b samples of this rank, S sequence; h, f: this rank's shard of the in and out features
 
 
-class Linear2D(GridModule):
+class Linear2D(GridParallelModule):
     """Linear on rows and columns: (b, S, h) -> (b, S, f).
 
     On a square grid it multiplies by SUMMA (van de Geijn and Watts 1997; Xu et al. 2021, section 3.1): in step t the

@@ -25,7 +25,7 @@ import transformers
 
 import shardformer
 from shardformer.hooks import JsonLines, Metrics, Progress, Throughput
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 
 # settings of the published table: micro-batches of two samples, eight per step
 BATCH, ACCUMULATION, EPOCHS, RATE, WARMUP = 2, 8, 3, 2.4e-5, 0.03
@@ -121,7 +121,7 @@ def table(out: Path, names: list[str]) -> str:
 
 
 def losses(out: Path, name: str) -> list[float]:
-    return [record.values["loss"] for record in read_records(folder_of(out, name)) if "loss" in record.values]
+    return [record.values["loss"] for record in read_metrics_records(folder_of(out, name)) if "loss" in record.values]
 
 
 def draw(out: Path, names: list[str]) -> None:

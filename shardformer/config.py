@@ -50,7 +50,7 @@ class ShardOptions(TypedDict, total=False):
     activation_layout: ActivationLayout | None
 
 
-@deprecate_renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
+@deprecate_renamed_arguments(RENAMED_SHARD_FIELDS, renamed_attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
     """Options that specify how a model is sharded.
@@ -99,7 +99,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE
 
-        self._check_types()
+        self._check_field_types()
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
             if self.enable_tensor_parallelism and self.tensor_parallel_mode == "1d":
@@ -113,14 +113,14 @@ class ShardConfig:
                     f"{name}=True requires {other}=True.",
                     remedy=f"Set {other}=True, or remove {name}.",
                 )
-        if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
+        if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.has_context_parallel):
             other = f"{on}=True" if self.enable_sequence_parallelism else "the sequence axis"
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r} cannot be combined with {other}.",
                 remedy=f"Remove {other}, or use tensor_parallel_mode='1d'.",
             )
 
-    def _check_types(self) -> None:
+    def _check_field_types(self) -> None:
         from shardformer.layout.activation_layout import ActivationLayout
         from shardformer.mesh.parallel_context import ParallelContext
         from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -153,23 +153,23 @@ class ShardConfig:
             return layouts.GRID_LAYOUTS[self.tensor_parallel_mode]
         shards = layouts.SEQUENCE_PARALLEL.shards if self.enable_sequence_parallelism else ()
         return layouts.ActivationLayout(
-            (*layouts.CONTEXT_PARALLEL.shards, *shards) if self.uses_context_parallel else shards
+            (*layouts.CONTEXT_PARALLEL.shards, *shards) if self.has_context_parallel else shards
         )
 
     @property
-    def uses_context_parallel(self) -> bool:
+    def has_context_parallel(self) -> bool:
         """Whether context parallelism is enabled, which shards the sequence dimension over the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
 
-    def get_head_axis(self) -> Axis:
+    def get_attention_head_axis(self) -> Axis:
         """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
         context = self.resolve_context()
-        return context.axes["column"] if self.uses_tensor_grid and "column" in context.axes else context.tensor
+        return context.axes["column"] if self.has_tensor_grid and "column" in context.axes else context.tensor
 
     @property
-    def uses_tensor_grid(self) -> bool:
+    def has_tensor_grid(self) -> bool:
         """Whether the tensor parallel ranks form a 2D, 2.5D or 3D grid."""
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
@@ -208,9 +208,7 @@ class ShardConfig:
     def get_sharding_options(self) -> dict[str, bool | str]:
         """Return the options that affect how a model is sharded."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
-        modes = (
-            ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
-        )
+        modes = ("tensor_parallel_mode", "context_parallel") if self.has_context_parallel else ("tensor_parallel_mode",)
         modes = (*modes, "compile") if self.compile else modes
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
@@ -387,12 +385,15 @@ class ParallelConfig:
         self._check_fields_have_effect(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
         self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
-    def _check_fields_have_effect(self, names: Sequence[str], is_used: bool, needed: str) -> None:
+    def _check_fields_have_effect(self, field_names: Sequence[str], is_used: bool, required_option: str) -> None:
         """Raise ConfigError for fields that have no effect because another option is not set."""
-        changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
+        changed = [f"{n}={getattr(self, n)!r}" for n in field_names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             passed, unused = ", ".join(changed), " and ".join(n.partition("=")[0] for n in changed)
-            raise ConfigError(f"{passed} has no effect without {needed}.", remedy=f"Set {needed}, or remove {unused}.")
+            raise ConfigError(
+                f"{passed} has no effect without {required_option}.",
+                remedy=f"Set {required_option}, or remove {unused}.",
+            )
 
     @classmethod
     def from_value(cls, value: Any) -> ParallelConfig:
@@ -439,17 +440,17 @@ class ParallelConfig:
         composite = {name: count_ranks_on_axis(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
-    def describe(self, sizes: Mapping[str, int]) -> str:
+    def describe(self, axis_sizes: Mapping[str, int]) -> str:
         """Describe the parallel layout by its axis sizes and the options that differ from their defaults.
 
         Args:
-            sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
+            axis_sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
 
         >>> ParallelConfig(tensor=2, zero_stage=1).describe({"data": 4, "pipe": 1, "sequence": 1, "tensor": 2})
         'data=4, tensor=2, zero_stage=1'
         """
         options = {name: getattr(self, name) for name in _LAYOUT_OPTIONS if getattr(self, name) != _DEFAULTS[name]}
-        axes = {name: size for name, size in sizes.items() if size > 1}
+        axes = {name: size for name, size in axis_sizes.items() if size > 1}
         return ", ".join(f"{name}={value}" for name, value in {**axes, **options}.items()) or "one process"
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
@@ -465,9 +466,9 @@ class ParallelConfig:
         sizes = {name: size or 1 for name, size in self.sizes.items()}
         found = [
             (pipe, sequence, tensor)
-            for pipe in _list_divisors(self.pipe)
-            for sequence in _list_divisors(sizes["sequence"])
-            for tensor in _list_divisors(sizes["tensor"])
+            for pipe in _get_divisors(self.pipe)
+            for sequence in _get_divisors(sizes["sequence"])
+            for tensor in _get_divisors(sizes["tensor"])
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
@@ -482,17 +483,17 @@ class ParallelConfig:
             changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # the new size may not form a grid
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
-    def get_shard_config_options(self) -> dict[str, Any]:
+    def get_shard_config_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments for ``ShardConfig`` that correspond to this configuration."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
         options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
-    def get_stage_manager_options(self) -> dict[str, Any]:
+    def get_stage_manager_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments for ``PipelineStageManager`` that correspond to this configuration."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
-    def get_zero_options(self) -> dict[str, Any]:
+    def get_zero_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments for ``shard_optimizer`` that correspond to this configuration."""
         names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
@@ -501,8 +502,8 @@ class ParallelConfig:
         """Create a ``ShardConfig`` from this configuration and the mesh of ``context``."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
-        manager = PipelineStageManager(context, **self.get_stage_manager_options()) if context.pipe.size > 1 else None
-        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.get_shard_config_options())
+        manager = PipelineStageManager(context, **self.get_stage_manager_kwargs()) if context.pipe.size > 1 else None
+        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.get_shard_config_kwargs())
 
     @property
     def effective_zero_stage(self) -> int | None:
@@ -517,10 +518,12 @@ class ParallelConfig:
         return 0 if self.zero_stage is None and needed else self.zero_stage
 
 
-def check_compile_option(value: Any) -> None:
+def check_compile_option(compile_option: Any) -> None:
     """Raise ConfigError if ``compile`` is neither a bool nor a backend name. The backend is looked up later."""
     rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
-    check_argument("compile", value, isinstance(value, bool | str) and value != "", rule, remedy)
+    check_argument(
+        "compile", compile_option, isinstance(compile_option, bool | str) and compile_option != "", rule, remedy
+    )
 
 
 _DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
@@ -532,5 +535,5 @@ def _to_json_value(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _list_divisors(number: int) -> list[int]:
+def _get_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -94,28 +94,32 @@ class WorkerError(ShardFormerError):
     """Error for a worker process that died, hung or raised an exception."""
 
 
-def check_argument(name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
+def check_argument(argument_name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
     """Raise ConfigError with the argument's name and value unless ``is_valid`` is true.
 
     >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: stage='x' is not valid. A stage is a number. Write stage=1.
     """
-    _raise_unless_valid(name, value, is_valid, "is not valid", remedy, rule)
+    _raise_unless_valid(argument_name, value, is_valid, "is not valid", remedy, rule)
 
 
-def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, remedy: str, rule: str = "") -> None:
+def _raise_unless_valid(
+    argument_name: str, value: object, is_valid: bool, problem: str, remedy: str, rule: str = ""
+) -> None:
     if not is_valid:
-        owner, _, argument = name.rpartition(".")
+        owner, _, argument = argument_name.rpartition(".")
         argument_and_value = f"{owner}({argument}={value!r:.80})" if owner else f"{argument}={value!r:.80}"
         raise ConfigError(f"{argument_and_value} {problem}.", rule=rule, remedy=remedy)
 
 
-def check_int(name: str, value: object, minimum: int = 1, *, unit: str = "", example: int | None = None) -> None:
+def check_int(
+    argument_name: str, value: object, minimum: int = 1, *, unit: str = "", example: int | None = None
+) -> None:
     """Raise ConfigError unless ``value`` is an integer that is at least ``minimum``.
 
     Args:
-        name: name of the argument, or class and argument joined by a dot.
+        argument_name: name of the argument, or class and argument joined by a dot.
         unit: unit of the value.
 
     >>> check_int("Throughput.window", 0, unit="steps", example=20)
@@ -127,11 +131,13 @@ def check_int(name: str, value: object, minimum: int = 1, *, unit: str = "", exa
     suggested = example or max(minimum, 1)
     if isinstance(value, str) and value.isdecimal() and int(value) >= minimum:
         suggested = int(value)
-    _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={suggested}")
+    _raise_unless_valid(
+        argument_name, value, is_valid, problem, f"Write {_get_argument_name(argument_name)}={suggested}"
+    )
 
 
 def check_number(
-    name: str,
+    argument_name: str,
     value: object,
     *,
     minimum: float | None = None,
@@ -151,10 +157,12 @@ def check_number(
     limits = "above 0" if minimum is None else f"of at least {minimum:g}"
     limits += "" if upper_bound is None else f" and below {upper_bound:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
-    _raise_unless_valid(name, value, is_valid, problem, f"Write {_get_argument_name(name)}={example:g}")
+    _raise_unless_valid(
+        argument_name, value, is_valid, problem, f"Write {_get_argument_name(argument_name)}={example:g}"
+    )
 
 
-def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
+def check_choice(argument_name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``. The error message suggests similar choices.
 
     >>> check_choice("schedule", "1f1d", ["gpipe", "1f1b"])
@@ -175,68 +183,74 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
         suggested, near = same_text[0], ""
     elif isinstance(value, int) and numbers and not is_bool:
         suggested, near = min(numbers, key=lambda n: abs(n - value)), ""
-    remedy = near if near.startswith("Did") else f"Write {_get_argument_name(name)}={suggested!r}"
-    _raise_unless_valid(name, value, False, problem, remedy, rule)
+    remedy = near if near.startswith("Did") else f"Write {_get_argument_name(argument_name)}={suggested!r}"
+    _raise_unless_valid(argument_name, value, False, problem, remedy, rule)
 
 
-def check_bool(name: str, value: object) -> None:
+def check_bool(argument_name: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is True or False."""
     _raise_unless_valid(
-        name, value, isinstance(value, bool), "is not True or False", f"Write {_get_argument_name(name)}=True"
+        argument_name,
+        value,
+        isinstance(value, bool),
+        "is not True or False",
+        f"Write {_get_argument_name(argument_name)}=True",
     )
 
 
-def check_names(given: Iterable[object], known: Iterable[str], problem: str, rule: str) -> None:
-    """Raise ConfigError if ``given`` contains an unknown name. The error message suggests similar names.
+def check_names(given_names: Iterable[object], known_names: Iterable[str], problem: str, rule: str) -> None:
+    """Raise ConfigError if ``given_names`` contains an unknown name. The error message suggests similar names.
 
     >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: There is no axis 'tensr'. The axes are tensor and data. Did you mean 'tensor'?
     """
-    names = list(known)
-    for name in given:
+    names = list(known_names)
+    for name in given_names:
         if name not in names:
             raise ConfigError(f"{problem} {name!r}.", rule=rule, remedy=suggest_similar_names(name, names))
 
 
-def check_callable(name: str, value: object, rule: str) -> None:
+def check_callable(argument_name: str, value: object, rule: str) -> None:
     """Raise ConfigError unless ``value`` is a function or None."""
     is_valid = value is None or callable(value)
-    _raise_unless_valid(name, value, is_valid, "is not a function", f"Pass a function, or omit {name}", rule)
+    _raise_unless_valid(
+        argument_name, value, is_valid, "is not a function", f"Pass a function, or omit {argument_name}", rule
+    )
 
 
 OLDEST_RELEASES = {"accelerate": "1.12", "lightning": "2.5", "peft": "0.18", "trl": "1.16"}
 """Oldest supported releases of the libraries of ``shardformer.integrations``, as in pyproject.toml."""
 
 
-def check_minimum_library_version(library: str, installed: str) -> None:
+def check_minimum_library_version(library_name: str, installed_version: str) -> None:
     """Raise ConfigError if the installed release of a library is older than the oldest supported one.
 
     >>> check_minimum_library_version("trl", "1.15")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: trl 1.15 is installed, but ShardFormer needs trl 1.16 or newer. Run pip ...
     """
-    oldest = OLDEST_RELEASES[library]
-    found, least = ([int(number) for number in re.findall(r"\d+", text)[:3]] for text in (installed, oldest))
+    oldest = OLDEST_RELEASES[library_name]
+    found, least = ([int(number) for number in re.findall(r"\d+", text)[:3]] for text in (installed_version, oldest))
     if found < least:
         raise ConfigError(
-            f"{library} {installed} is installed, but ShardFormer needs {library} {oldest} or newer.",
-            remedy=f"Run pip install --upgrade '{library}>={oldest}'.",
+            f"{library_name} {installed_version} is installed, but ShardFormer needs {library_name} {oldest} or newer.",
+            remedy=f"Run pip install --upgrade '{library_name}>={oldest}'.",
         )
 
 
-def _get_argument_name(name: str) -> str:
-    return name.rpartition(".")[2]
+def _get_argument_name(argument_path: str) -> str:
+    return argument_path.rpartition(".")[2]
 
 
-def get_first_message_line(error: BaseException) -> str:
+def get_first_message_line(exception: BaseException) -> str:
     """Return the first line of an exception's message, without its full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return (str(exception).strip() or type(exception).__name__).splitlines()[0].rstrip(".")
 
 
-def suggest_similar_names(name: object, known: Iterable[str]) -> str:
+def suggest_similar_names(unknown_name: object, known_names: Iterable[str]) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?``, or the known names if none of them is similar."""
-    names, text = sorted(set(known)), str(name)
+    names, text = sorted(set(known_names)), str(unknown_name)
     same = [n for n in names if n.lower() == text.lower()]
     close = same or get_close_matches(text, names, n=3, cutoff=0.7 if len(text) <= 4 else 0.4)
     similarity = [SequenceMatcher(None, n, text).ratio() for n in close]  # in descending order
@@ -265,16 +279,16 @@ def format_error(class_name: str, message: str, rule: str, remedy: str) -> str:
     return "\n".join([f"{class_name}: {_ensure_full_stop(message)}", *(indent(part, "  ") for part in below)])
 
 
-def _strip_full_stop(part: str) -> str:
-    return part if part.endswith("...") else _FINAL_STOPS.sub("", part)
+def _strip_full_stop(sentence: str) -> str:
+    return sentence if sentence.endswith("...") else _FINAL_STOPS.sub("", sentence)
 
 
-def _ensure_full_stop(part: str) -> str:
-    return part if part.endswith((".", "\n", "!", "?")) else f"{part}."
+def _ensure_full_stop(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "\n", "!", "?")) else f"{sentence}."
 
 
 def import_optional_module(
-    module: str, feature: str, extra: str, alternative: str = "", library: str | None = None
+    module_name: str, feature: str, extra: str, alternative: str = "", library_name: str | None = None
 ) -> Any:
     """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
@@ -282,22 +296,22 @@ def import_optional_module(
         feature: what needs the library.
         extra: the extra of this package that installs it.
         alternative: what to do instead of installing it, as an infinitive.
-        library: name of the library, if it is not the first part of ``module``.
+        library_name: name of the library, if it is not the first part of ``module_name``.
     """
-    package = module.partition(".")[0]
+    package = module_name.partition(".")[0]
     try:
         import_module(package)
-        return import_module(module)
+        return import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{feature} requires {library or package}, which is not installed.",
+            f"{feature} requires {library_name or package}, which is not installed.",
             remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {alternative}" if alternative else ""),
         ) from error
 
 
-def format_bytes(value: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes with a unit, for example 2.1e9 as 2.1 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value:,.0f} B"
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.1f} {unit}"
+    return f"{num_bytes:,.0f} B"

@@ -73,8 +73,8 @@ class ProcessIdentity(NamedTuple):
 class TemporaryName(NamedTuple):
     """Parsed name of a temporary file: its purpose, the target file, and the process that created it."""
 
-    kind: str
-    name: str
+    purpose: str
+    target_name: str
     owner: ProcessIdentity
 
 
@@ -97,21 +97,19 @@ def _get_start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def to_absolute_path(folder: str | os.PathLike[str]) -> Path:
+def to_absolute_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder, with ``~`` replaced by the home directory.
 
     A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
     links and ".." are not resolved. Raises ConfigError for an invalid path.
     """
-    text = folder if isinstance(folder, (str, os.PathLike)) else None
+    text = path if isinstance(path, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
-        raise ConfigError(
-            f"{folder!r:.80} is not a valid folder path.", remedy="Pass a path such as 'run/checkpoints'."
-        )
+        raise ConfigError(f"{path!r:.80} is not a valid folder path.", remedy="Pass a path such as 'run/checkpoints'.")
     return Path(os.path.expanduser(text)).absolute()
 
 
-def make_folder(folder: Path) -> None:
+def create_folder(folder: Path) -> None:
     """Create a folder and its parents if they do not exist.
 
     Raises:
@@ -131,10 +129,10 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def make_temporary_path(path: Path, kind: str = SAVING) -> Path:
+def make_temporary_path(path: Path, purpose: str = SAVING) -> Path:
     """Return a unique temporary path in the folder of ``path``, for a file that is later renamed to ``path``."""
     machine, pid, start = ProcessIdentity.current()
-    return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
+    return path.with_name(f".{purpose}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
 def parse_temporary_name(path: Path) -> TemporaryName | None:
@@ -147,32 +145,36 @@ def parse_temporary_name(path: Path) -> TemporaryName | None:
     )
 
 
-def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryName]]:
-    """Return all temporary files in ``folder`` that were created to write the file ``name``."""
+def find_temporary_paths(folder: Path, target_name: str) -> list[tuple[Path, TemporaryName]]:
+    """Return all temporary files in ``folder`` that were created to write the file ``target_name``."""
     every = [(path, parse_temporary_name(path)) for path in folder.glob(".*")]
-    return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
+    return [
+        (path, found)
+        for path, found in every
+        if found is not None and found.target_name == target_name[:_MAX_NAME_LENGTH]
+    ]
 
 
-def remove_stale_temporary_files(folder: Path, name: str) -> None:
-    """Remove temporary files that killed processes left for ``name``, but keep backups of replaced versions."""
-    for path, found in find_temporary_paths(folder, name):
-        if found.owner.is_dead and found.kind != REPLACED:
+def remove_stale_temporary_files(folder: Path, target_name: str) -> None:
+    """Remove temporary files that killed processes left for ``target_name``, but keep backups of replaced versions."""
+    for path, found in find_temporary_paths(folder, target_name):
+        if found.owner.is_dead and found.purpose != REPLACED:
             remove_file_or_folder(path)
 
 
-def move_into_place(new_folder: Path, target: Path) -> Path:
-    """Rename the folder ``new_folder`` to ``target``. Return the temporary path to which an existing target was moved.
+def move_into_place(new_folder: Path, target_folder: Path) -> Path:
+    """Rename ``new_folder`` to ``target_folder``. Return the temporary path to which an existing target was moved.
 
     Raises OSError if a folder cannot be renamed. The previous target is then restored.
     """
-    replaced, is_there = make_temporary_path(target, REPLACED), os.path.lexists(target)
+    replaced, is_there = make_temporary_path(target_folder, REPLACED), os.path.lexists(target_folder)
     if is_there:
-        target.rename(replaced)
+        target_folder.rename(replaced)
     try:
-        new_folder.rename(target)
+        new_folder.rename(target_folder)
     except BaseException:
         if is_there:
-            replaced.rename(target)
+            replaced.rename(target_folder)
         raise
     return replaced
 
@@ -192,17 +194,17 @@ def create_new_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
-def write_all_bytes(file: BinaryIO, data: Any) -> None:
-    """Write all bytes of ``data`` to an unbuffered file, with several calls of ``write`` if needed."""
-    rest = memoryview(data)
+def write_all_bytes(file: BinaryIO, buffer: Any) -> None:
+    """Write all bytes of ``buffer`` to an unbuffered file, with several calls of ``write`` if needed."""
+    rest = memoryview(buffer)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def write_new_file(path: Path, data: bytes, *, sync_to_disk: bool = False) -> None:
-    """Create a file that contains ``data``, and optionally sync it to disk. Raises OSError if the file exists."""
+def write_new_file(path: Path, content: bytes, *, sync_to_disk: bool = False) -> None:
+    """Create a file that contains ``content``, and optionally sync it to disk. Raises OSError if the file exists."""
     with create_new_file(path) as file:
-        write_all_bytes(file, data)
+        write_all_bytes(file, content)
         if sync_to_disk:
             os.fsync(file.fileno())
 
@@ -234,74 +236,81 @@ class DirectoryWriter:
     """Replaces a directory atomically with a new version, and keeps unrelated files of the old version.
 
     Args:
-        own: pattern of the names of files that belong to such a directory, including earlier versions of it.
-        key: name of a file that readers need. They ignore a directory that does not contain it.
+        own_file_pattern: pattern of the names of files that belong to such a directory, including earlier versions of
+            it.
+        key_file: name of a file that readers need. They ignore a directory that does not contain it.
     """
 
-    own: re.Pattern[str]
-    key: str
+    own_file_pattern: re.Pattern[str]
+    key_file: str
 
-    def replace_directory(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-        """Call ``write`` with a temporary directory, then replace ``folder`` with this directory.
+    def replace_directory(self, folder: str | os.PathLike[str], write_fn: Callable[[Path], object]) -> None:
+        """Call ``write_fn`` with a temporary directory, then replace ``folder`` with this directory.
 
-        If ``write`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
+        If ``write_fn`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
         unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
         """
         target = Path(os.path.realpath(folder))
         hidden = self.create_temporary_directory(target, target if _can_be_renamed(target) else target / target.name)
         try:
-            write(hidden)
+            write_fn(hidden)
             self.replace_target(hidden, target)
         finally:
             remove_file_or_folder(hidden)
 
-    def create_temporary_directory(self, target: Path, sibling: Path) -> Path:
-        """Create a temporary directory next to ``sibling``, after cleaning up the directories of killed processes."""
-        make_folder(sibling.parent)
-        remove_stale_temporary_files(sibling.parent, target.name)
-        for path, found in find_temporary_paths(sibling.parent, target.name):
-            if found.kind == REPLACED and found.owner.is_dead:
-                self._remove_replaced_directory(path, target) if target.exists() else path.rename(target)
-        hidden = make_temporary_path(sibling)
+    def create_temporary_directory(self, target_directory: Path, sibling_path: Path) -> Path:
+        """Create a temporary directory next to ``sibling_path``, after removing those of killed processes."""
+        create_folder(sibling_path.parent)
+        remove_stale_temporary_files(sibling_path.parent, target_directory.name)
+        for path, found in find_temporary_paths(sibling_path.parent, target_directory.name):
+            if found.purpose == REPLACED and found.owner.is_dead:
+                self._remove_replaced_directory(path, target_directory) if target_directory.exists() else path.rename(
+                    target_directory
+                )
+        hidden = make_temporary_path(sibling_path)
         hidden.mkdir()
         return hidden
 
-    def replace_target(self, new: Path, target: Path) -> None:
-        """Replace the directory ``target`` with the complete directory ``new``.
+    def replace_target(self, new_directory: Path, target: Path) -> None:
+        """Replace the directory ``target`` with the complete directory ``new_directory``.
 
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
         """
-        kept = self._find_unrelated_files(target, new)
+        kept = self._find_unrelated_files(target, new_directory)
         is_current = target.exists() and os.path.samefile(target, os.curdir)
-        if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
-            self._replace_files_one_by_one(new, target)
+        if (
+            is_current
+            or new_directory.parent != target.parent
+            or any(path.is_dir() and not path.is_symlink() for path in kept)
+        ):
+            self._replace_files_one_by_one(new_directory, target)
             return
-        _link_files(kept, new)
-        self._remove_replaced_directory(move_into_place(new, target), target)
+        _link_files(kept, new_directory)
+        self._remove_replaced_directory(move_into_place(new_directory, target), target)
 
-    def _remove_replaced_directory(self, replaced: Path, target: Path) -> None:
-        """Move the unrelated files of the replaced directory to ``target``, then remove the replaced directory."""
-        for path in self._find_unrelated_files(replaced, target):
-            path.rename(target / path.name)
-        remove_file_or_folder(replaced)
+    def _remove_replaced_directory(self, replaced_directory: Path, target_directory: Path) -> None:
+        """Move unrelated files of the replaced directory to ``target_directory``, and remove the rest."""
+        for path in self._find_unrelated_files(replaced_directory, target_directory):
+            path.rename(target_directory / path.name)
+        remove_file_or_folder(replaced_directory)
 
-    def _find_unrelated_files(self, target: Path, new: Path) -> list[Path]:
+    def _find_unrelated_files(self, target: Path, new_directory: Path) -> list[Path]:
         """Return the files of ``target`` that belong to neither its old nor its new version, such as a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
-        written = {path.name for path in new.iterdir()}
-        return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
+        written = {path.name for path in new_directory.iterdir()}
+        return [path for path in there if path.name not in written and not self.own_file_pattern.fullmatch(path.name)]
 
-    def _replace_files_one_by_one(self, temporary: Path, target: Path) -> None:
-        """Move the files in ``temporary`` to ``target``. The file ``key`` is removed first and moved last."""
-        new = {path.name for path in temporary.iterdir()}
-        (target / self.key).unlink(missing_ok=True)
+    def _replace_files_one_by_one(self, temporary_directory: Path, target: Path) -> None:
+        """Move the files in ``temporary_directory`` to ``target``. The file ``key`` is removed first and moved last."""
+        new = {path.name for path in temporary_directory.iterdir()}
+        (target / self.key_file).unlink(missing_ok=True)
         for path in sorted(target.iterdir()):
-            if path.is_file() and self.own.fullmatch(path.name) and path.name not in new:
+            if path.is_file() and self.own_file_pattern.fullmatch(path.name) and path.name not in new:
                 path.unlink()
-        for name in sorted(new, key=lambda name: name == self.key):
-            (temporary / name).replace(target / name)
-        temporary.rmdir()
+        for name in sorted(new, key=lambda name: name == self.key_file):
+            (temporary_directory / name).replace(target / name)
+        temporary_directory.rmdir()
 
 
 def _can_be_renamed(target: Path) -> bool:
@@ -317,11 +326,11 @@ def _link_files(paths: Iterable[Path], folder: Path) -> None:
             _link_or_copy(str(path), str(folder / path.name))
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source_path: str, target_path: str) -> None:
     try:
-        os.link(source, target)
+        os.link(source_path, target_path)
     except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+        shutil.copy2(source_path, target_path)
 
 
 LOCK = ".shardformer.lock"
@@ -369,7 +378,7 @@ def acquire_folder_lock(folder: Path, holder: Any) -> bool:
         ConfigError: another process has locked the folder.
         OSError: the lock file cannot be written.
     """
-    make_folder(folder)
+    create_folder(folder)
     key = os.path.realpath(folder)
     with _LOCKS.acquiring:
         lock = _LOCKS.locks.get(key)
@@ -409,16 +418,16 @@ def check_folder_lock_is_held(folder: Path) -> None:
     )
 
 
-def _release_lock_of_holder(key: str, holder_id: int, pid: int) -> None:
+def _release_lock_of_holder(lock_key: str, holder_id: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
     with _LOCKS.changing:
-        lock = _LOCKS.locks.get(key)
+        lock = _LOCKS.locks.get(lock_key)
         if lock is None:
             return
         lock.holders.discard(holder_id)
         if not lock.holders:
-            del _LOCKS.locks[key]
+            del _LOCKS.locks[lock_key]
             with suppress(OSError):
                 if _owns_lock_file(lock):
                     lock.path.unlink()
@@ -466,12 +475,12 @@ def _create_lock_file(lock: _FolderLock) -> None:
         raise
 
 
-def _read_lock_file(path: Path) -> dict[str, Any] | None:
+def _read_lock_file(lock_path: Path) -> dict[str, Any] | None:
     """Read the JSON content of a lock file, or return None if the file does not exist."""
     end = time.monotonic() + _UNFINISHED_S
     while True:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(lock_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 is_file, data = stat.S_ISREG(os.fstat(file.fileno()).st_mode), file.read(1 << 16)
         except FileNotFoundError:
@@ -479,7 +488,7 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            raise _make_invalid_lock_file_error(path) from error
+            raise _make_invalid_lock_file_error(lock_path) from error
         try:
             found = json.loads(data)
         except ValueError:
@@ -487,14 +496,14 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
         if data or not is_file:
-            raise _make_invalid_lock_file_error(path)
+            raise _make_invalid_lock_file_error(lock_path)
         if time.monotonic() > end:
             return {"machine": ProcessIdentity.current().machine}  # the owner was killed
         time.sleep(0.05)
 
 
-def _make_invalid_lock_file_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not a lock file of ShardFormer.", remedy="Remove it, or use another folder.")
+def _make_invalid_lock_file_error(lock_path: Path) -> ConfigError:
+    return ConfigError(f"{lock_path} is not a lock file of ShardFormer.", remedy="Remove it, or use another folder.")
 
 
 def _owns_lock_file(lock: _FolderLock) -> bool:
@@ -503,20 +512,20 @@ def _owns_lock_file(lock: _FolderLock) -> bool:
     return False
 
 
-def _is_lock_file_stale(path: Path) -> bool:
+def _is_lock_file_stale(lock_path: Path) -> bool:
     """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
-    before, end = _get_lock_file_stamp(path), time.monotonic() + STALE_S
+    before, end = _get_lock_file_stamp(lock_path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
-        if _get_lock_file_stamp(path) != before:
+        if _get_lock_file_stamp(lock_path) != before:
             return False
     return True
 
 
-def _get_lock_file_stamp(path: Path) -> tuple[int, ...]:
+def _get_lock_file_stamp(lock_path: Path) -> tuple[int, ...]:
     """Open a lock file, and return its inode and modification time, which are then current on network storage."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(lock_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return ()
     try:
@@ -526,27 +535,27 @@ def _get_lock_file_stamp(path: Path) -> tuple[int, ...]:
         os.close(descriptor)
 
 
-def _remove_stale_lock(path: Path, stale_content: dict[str, Any]) -> None:
+def _remove_stale_lock(lock_path: Path, stale_content: dict[str, Any]) -> None:
     """Remove the lock file of a process that has ended, unless another process has just taken it over.
 
     Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
     """
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(lock_path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(
             OSError
         ):  # without flock (network file systems), ``check_folder_lock_is_held`` detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
-        if _read_lock_file(path) == stale_content:
+        if _read_lock_file(lock_path) == stale_content:
             with suppress(FileNotFoundError):
-                path.unlink()
+                lock_path.unlink()
     finally:
         os.close(folder)
 
 
-def _describe_lock_owner(content: dict[str, Any]) -> str:
-    words = [f"process {content.get('process')} of {content.get('user')} on {content.get('host')}"]
-    return ", since ".join([*words, str(content["since"])] if "since" in content else words)
+def _describe_lock_owner(lock_content: dict[str, Any]) -> str:
+    words = [f"process {lock_content.get('process')} of {lock_content.get('user')} on {lock_content.get('host')}"]
+    return ", since ".join([*words, str(lock_content["since"])] if "since" in lock_content else words)
 
 
 def _refresh_locks() -> None:

@@ -90,8 +90,8 @@ class HookOrder(IntEnum):
 def register_forward_hooks(
     module: nn.Module,
     order: HookOrder,
-    before: Callable[..., Any] | None = None,
-    after: Callable[..., Any] | None = None,
+    forward_pre_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
     *,
     with_kwargs: bool = False,
     always_call: bool = False,
@@ -102,18 +102,18 @@ def register_forward_hooks(
     orders before ``CHECKS``.
 
     Args:
-        before: ``register_forward_pre_hook`` describes its arguments and its result.
-        after: ``register_forward_hook`` describes its arguments and its result.
-        with_kwargs: whether ``before`` receives the keyword arguments of `forward`.
-        always_call: whether ``after`` runs if the forward pass raises, too.
+        forward_pre_hook: ``register_forward_pre_hook`` describes its arguments and its result.
+        forward_hook: ``register_forward_hook`` describes its arguments and its result.
+        with_kwargs: whether ``forward_pre_hook`` receives the keyword arguments of `forward`.
+        always_call: whether ``forward_hook`` runs if the forward pass raises, too.
     """
     positions: Positions = module.__dict__.setdefault(POSITIONS_ATTRIBUTE, {})
     is_outside = order < HookOrder.CHECKS
     handles = []
-    if before is not None:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=with_kwargs, prepend=is_outside))
-    if after is not None:
-        handles.append(module.register_forward_hook(after, always_call=always_call))
+    if forward_pre_hook is not None:
+        handles.append(module.register_forward_pre_hook(forward_pre_hook, with_kwargs=with_kwargs, prepend=is_outside))
+    if forward_hook is not None:
+        handles.append(module.register_forward_hook(forward_hook, always_call=always_call))
     for handle in handles:
         positions[handle.id] = order, -handle.id if is_outside else handle.id
     for hooks, reverse in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
@@ -130,11 +130,11 @@ def _remove_hook_handles(handles: list[RemovableHandle], positions: Positions) -
         positions.pop(handle.id, None)
 
 
-def _sort_own_hooks(hooks: Any, positions: Positions, *, reverse: bool) -> None:
+def _sort_own_hooks(hook_dict: Any, positions: Positions, *, reverse: bool) -> None:
     """Sort ShardFormer's hooks in a module's dict of hooks. The hooks of other libraries keep their positions."""
-    own = [key for key in hooks if key in positions]
+    own = [key for key in hook_dict if key in positions]
     ranked = sorted(own, key=positions.__getitem__, reverse=reverse)
     if ranked != own:
         following = iter(ranked)
-        for key in [next(following) if key in positions else key for key in hooks]:
-            hooks.move_to_end(key)
+        for key in [next(following) if key in positions else key for key in hook_dict]:
+            hook_dict.move_to_end(key)

@@ -34,7 +34,7 @@ def resolve_path(prefix: str, relative_path: str) -> str:
     return relative_path[1:] if relative_path.startswith(".") else join_path(prefix, relative_path)
 
 
-def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_params_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers of a model as (name, tensor) pairs, without duplicates."""
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -50,7 +50,7 @@ def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
+def get_submodule_or_none(module: nn.Module, path: str) -> nn.Module | None:
     for part in path.split(".") if path else []:
         child = module._modules.get(part)
         if child is None:
@@ -59,66 +59,69 @@ def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def get_attribute_by_path(owner: object, path: str) -> Any:
+def get_attribute_by_path(owner: object, attr_path: str) -> Any:
     """Return the submodule or attribute at a dotted path, or None if it does not exist."""
     try:
-        return attrgetter(path)(owner) if path else owner
+        return attrgetter(attr_path)(owner) if attr_path else owner
     except AttributeError:
         return None
 
 
-def get_parent_and_attribute_name(model: object, path: str) -> tuple[Any, str]:
+def get_parent_and_attribute_name(model: object, attr_path: str) -> tuple[Any, str]:
     """Return the parent object (or None) and the name of the last attribute in a dotted path."""
-    at, _, name = path.rpartition(".")
+    at, _, name = attr_path.rpartition(".")
     return get_attribute_by_path(model, at), name
 
 
-def match_paths(path: str, names: Iterable[str]) -> list[str]:
+def match_paths(path_pattern: str, module_names: Iterable[str]) -> list[str]:
     """Return all module names that match a path pattern. A ``*`` in the pattern matches the index of a layer.
 
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
     """
-    if "*" not in path:
-        return [name for name in names if name == path]
-    parts = path.split(".")
+    if "*" not in path_pattern:
+        return [name for name in module_names if name == path_pattern]
+    parts = path_pattern.split(".")
     return [
         name
-        for name in names
+        for name in module_names
         if len(split := name.split(".")) == len(parts)
         and all(b.isdigit() if a == "*" else a == b for a, b in zip(parts, split, strict=True))
     ]
 
 
-def get_submodule_or_raise(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
-    found = find_submodule(module, path)
+def get_submodule_or_raise(module: nn.Module, path: str, parent_path: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
+    found = get_submodule_or_none(module, path)
     if found is None:
-        raise make_module_not_found_error(where, path, module, hint)
+        raise make_module_not_found_error(parent_path, path, module, hint)
     return found
 
 
-def submodule_exists(module: nn.Module, path: str, where: str = "") -> bool:
+def has_submodule(module: nn.Module, path: str, parent_path: str = "") -> bool:
     """Return whether a submodule exists at ``path``. Raises PolicyError if it is missing and has no final ``?``."""
-    there = find_submodule(module, path.rstrip("?")) is not None
+    there = get_submodule_or_none(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
-        raise make_module_not_found_error(where, path, module)
+        raise make_module_not_found_error(parent_path, path, module)
     return there
 
 
-def list_existing_submodule_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
-    """Return the paths in ``names`` at which a layer has a submodule. Raises PolicyError if the layer has none."""
-    paths = [resolve_path(prefix, name) for name in names]
-    out = [name.rstrip("?") for name in paths if submodule_exists(layer, name, path)]
+def get_existing_submodule_paths(
+    relative_paths: Sequence[str], prefix: str, layer: nn.Module, layer_path: str
+) -> list[str]:
+    """Return those of ``relative_paths`` at which a layer has a submodule. Raises PolicyError if there are none."""
+    paths = [resolve_path(prefix, name) for name in relative_paths]
+    out = [name.rstrip("?") for name in paths if has_submodule(layer, name, layer_path)]
     if not out:
-        raise make_module_not_found_error(path, paths[0].rstrip("?"), layer)
+        raise make_module_not_found_error(layer_path, paths[0].rstrip("?"), layer)
     return out
 
 
-def get_linear_submodule(layer: nn.Module, name: str, path: str) -> nn.Module:
-    found = get_submodule_or_raise(layer, name, path)
+def get_linear_submodule(layer: nn.Module, linear_path: str, layer_path: str) -> nn.Module:
+    found = get_submodule_or_raise(layer, linear_path, layer_path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} must be an nn.Linear or transformers' Conv1D, but is a {type(found).__name__}.",
+            f"{layer_path}.{linear_path} must be an nn.Linear or transformers' Conv1D, but is a "
+            f"{type(found).__name__}.",
             remedy="Pass the path of the linear layer itself.",
         )
     return found
@@ -130,8 +133,10 @@ def get_num_features(module: nn.Module, *, of_output: bool) -> int:
     return int(weight.shape[int(of_output == has_transposed_weight(module))])
 
 
-def make_module_not_found_error(where: str, name: str, module: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
+def make_module_not_found_error(
+    parent_path: str, missing_path: str, module: nn.Module, hint: str = OPTIONAL_HINT
+) -> PolicyError:
     return PolicyError(
-        f"The model has no module {join_path(where, name)!r}.",
-        remedy=suggest_similar_names(name, [n for n, _ in module.named_modules() if n]) + hint,
+        f"The model has no module {join_path(parent_path, missing_path)!r}.",
+        remedy=suggest_similar_names(missing_path, [n for n, _ in module.named_modules() if n]) + hint,
     )

@@ -26,108 +26,113 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def make_lazy_imports(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
+def make_lazy_imports(
+    package_name: str, renamed_names: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], list[str]]:
     """Return the ``__getattr__`` and ``__all__`` of a package that imports public names lazily.
 
     Args:
-        package: its ``__name__``.
-        renamed: earlier name -> the full name that replaces it. Using an earlier name raises a DeprecationWarning.
+        package_name: its ``__name__``.
+        renamed_names: earlier name -> the full name that replaces it. Using an earlier name raises a
+            DeprecationWarning.
 
     ``__getattr__`` raises AttributeError for an unknown name, with the nearest known names.
     """
-    module = sys.modules[package]
+    module = sys.modules[package_name]
     found = _parse_lazy_imports(getsource(module))
     # dir() lists the public names, even before they are imported, and no helpers of the module
     vars(module)["__dir__"] = lambda: sorted({*found, *(name for name in vars(module) if name.startswith("__"))})
 
-    def load(name: str) -> Any:
+    def load_attribute(name: str) -> Any:
         if name in found:
             module, original = found[name]
-            if module == package:  # a module of the package
-                return import_module(f"{package}.{name}")
+            if module == package_name:  # a module of the package
+                return import_module(f"{package_name}.{name}")
             return getattr(import_module(module), original)
-        if name in (renamed or {}):
-            new = (renamed or {})[name]
-            warnings.warn(f"{package}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+        if name in (renamed_names or {}):
+            new = (renamed_names or {})[name]
+            warnings.warn(f"{package_name}.{name} is now {new}", DeprecationWarning, stacklevel=2)
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
         # importlib, copy and pickle look up private names
-        hint = "" if name.startswith("_") else f". {_suggest_public_names(package, name, found, renamed or {})}"
+        hint = (
+            "" if name.startswith("_") else f". {_suggest_public_names(package_name, name, found, renamed_names or {})}"
+        )
         # without obj=, for which Python would add a second suggestion
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
+        raise AttributeError(f"module {package_name!r} has no attribute {name!r}{hint}", name=name)
 
-    return load, sorted(found)
+    return load_attribute, sorted(found)
 
 
 def _suggest_public_names(
-    package: str, name: str, public_names: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]
+    package_name: str, unknown_name: str, public_names: Mapping[str, tuple[str, str]], renamed_names: Mapping[str, str]
 ) -> str:
     """Suggest the subpackage that contains an unknown name, or similar public names of the package."""
-    for full_name in (f"{package}.{each}" for each, (module, _) in public_names.items() if module == package):
+    for full_name in (f"{package_name}.{each}" for each, (module, _) in public_names.items() if module == package_name):
         spec = find_spec(full_name)
-        if spec and spec.origin and name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
-            return f"Use {full_name}.{name}"
-    return suggest_similar_names(name, [*public_names, *renamed])
+        if spec and spec.origin and unknown_name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
+            return f"Use {full_name}.{unknown_name}"
+    return suggest_similar_names(unknown_name, [*public_names, *renamed_names])
 
 
 def deprecate_renamed_arguments(
-    names: Mapping[str, str],
-    values: Mapping[str, Mapping[Any, str]] | None = None,
-    attributes: Mapping[str, str] | None = None,
+    renamed_arguments: Mapping[str, str],
+    renamed_values: Mapping[str, Mapping[Any, str]] | None = None,
+    renamed_attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that keeps deprecated names of arguments and attributes working.
 
     Args:
-        names: earlier name of an argument -> its name.
-        values: name of an argument -> earlier value -> value, for arguments passed by their earlier name.
-        attributes: earlier name of an attribute or method -> its name.
+        renamed_arguments: earlier name of an argument -> its name.
+        renamed_values: name of an argument -> earlier value -> value, for arguments passed by their earlier name.
+        renamed_attributes: earlier name of an attribute or method -> its name.
 
     Raises ConfigError if an argument is passed by both names.
     """
 
-    def decorate(kind: type[T]) -> type[T]:
-        init = kind.__init__
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
 
         @wraps(init)
-        def __init__(self: T, *args: Any, **given: Any) -> None:
-            for new, value in _pop_renamed_arguments(kind.__name__, given, names):
-                known = (values or {}).get(new, {})
-                given[new] = known.get(value, value) if isinstance(value, str | bool) else value
-            init(self, *args, **given)
+        def init_with_renamed_args(self: T, *args: Any, **kwargs: Any) -> None:
+            for new, value in _pop_renamed_arguments(cls.__name__, kwargs, renamed_arguments):
+                known = (renamed_values or {}).get(new, {})
+                kwargs[new] = known.get(value, value) if isinstance(value, str | bool) else value
+            init(self, *args, **kwargs)
 
-        if names:
-            kind.__init__ = __init__  # type: ignore[method-assign, assignment]
-        for old, new in (attributes or {}).items():
-            setattr(kind, old, _make_deprecated_property(f"{kind.__name__}.{old} is now {new}", new))
-        return kind
+        if renamed_arguments:
+            cls.__init__ = init_with_renamed_args  # type: ignore[method-assign, assignment]
+        for old, new in (renamed_attributes or {}).items():
+            setattr(cls, old, _make_deprecated_property(f"{cls.__name__}.{old} is now {new}", new))
+        return cls
 
     return decorate
 
 
-def deprecate_renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
+def deprecate_renamed_parameters(
+    renamed_parameters: Mapping[str, str], earlier_order: Sequence[str] = ()
+) -> Callable[[F], F]:
     """Return a function decorator that keeps deprecated names and orders of arguments working.
 
     Args:
-        names: earlier name of an argument -> its name.
+        renamed_parameters: earlier name of an argument -> its name.
         earlier_order: the names of the first parameters when the model was the second one.
 
     Raises ConfigError if an argument is passed by both names.
     """
 
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def call(*args: Any, **given: Any) -> Any:
-            given |= dict(_pop_renamed_arguments(function.__name__, given, names))
+    def decorate(fn: F) -> F:
+        @wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kwargs |= dict(_pop_renamed_arguments(fn.__name__, kwargs, renamed_parameters))
             is_earlier = earlier_order and args and not _is_model(args[0])
-            if is_earlier and ("model" in given or any(map(_is_model, args[1:2]))):
-                warnings.warn(
-                    f"The first argument of {function.__name__} is now the model", DeprecationWarning, stacklevel=2
-                )
-                given |= dict(zip(earlier_order, args))
+            if is_earlier and ("model" in kwargs or any(map(_is_model, args[1:2]))):
+                warnings.warn(f"The first argument of {fn.__name__} is now the model", DeprecationWarning, stacklevel=2)
+                kwargs |= dict(zip(earlier_order, args))
                 args = args[len(earlier_order) :]
-            return function(*args, **given)
+            return fn(*args, **kwargs)
 
-        return cast(F, call)
+        return cast(F, wrapper)
 
     return decorate
 
@@ -136,24 +141,28 @@ def _is_model(value: Any) -> bool:
     return hasattr(value, "named_parameters")
 
 
-def _pop_renamed_arguments(owner: str, kwargs: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
+def _pop_renamed_arguments(
+    owner_name: str, kwargs: dict[str, Any], renamed_arguments: Mapping[str, str]
+) -> list[tuple[str, Any]]:
     """Remove arguments with deprecated names from ``kwargs``, and return them with their current names."""
     found = []
-    for old in [name for name in kwargs if name in names]:
-        new = names[old]
+    for old in [name for name in kwargs if name in renamed_arguments]:
+        new = renamed_arguments[old]
         if new in kwargs:
-            raise ConfigError(f"{owner} received both {old} and its new name {new}.", remedy=f"Pass only {new}.")
-        warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
+            raise ConfigError(f"{owner_name} received both {old} and its new name {new}.", remedy=f"Pass only {new}.")
+        warnings.warn(f"{owner_name}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
         found.append((new, kwargs.pop(old)))
     return found
 
 
-def _make_deprecated_property(message: str, new: str) -> property:
-    def access(function: Callable[..., Any], *arguments: Any) -> Any:
+def _make_deprecated_property(message: str, new_name: str) -> property:
+    def warn_and_call(accessor: Callable[..., Any], *args: Any) -> Any:
         warnings.warn(message, DeprecationWarning, stacklevel=3)
-        return function(*arguments)
+        return accessor(*args)
 
-    return property(lambda x: access(getattr, x, new), lambda x, value: access(setattr, x, new, value))
+    return property(
+        lambda x: warn_and_call(getattr, x, new_name), lambda x, value: warn_and_call(setattr, x, new_name, value)
+    )
 
 
 def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
@@ -175,8 +184,8 @@ class RenamedModuleFinder(MetaPathFinder, Loader):
         names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
     """
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
+    def __init__(self, new_names_by_old_name: Mapping[str, str]) -> None:
+        self._names = new_names_by_old_name
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return an import spec for the deprecated name of a module, or None for all other names."""

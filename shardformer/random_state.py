@@ -29,31 +29,31 @@ RandomStates = tuple[list[Tensor], Any, Any]
 _GENERATORS = threading.RLock()  # generators are shared by all threads of a process, and ranks may be threads
 
 
-def get_random_states(device: torch.device = CPU) -> RandomStates:
+def get_rng_states(device: torch.device = CPU) -> RandomStates:
     """Return the random states of torch (on the CPU and ``device``), NumPy and Python."""
-    return [g.get_state() for g in get_random_generators(device)], numpy.random.get_state(), random.getstate()
+    return [g.get_state() for g in get_torch_generators(device)], numpy.random.get_state(), random.getstate()
 
 
-def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """Restore random states that ``get_random_states`` returned."""
-    of_torch, of_numpy, of_python = states
-    for generator, state in zip(get_random_generators(device), of_torch, strict=True):
+def set_rng_states(rng_states: RandomStates, device: torch.device = CPU) -> None:
+    """Restore random states that ``get_rng_states`` returned."""
+    of_torch, of_numpy, of_python = rng_states
+    for generator, state in zip(get_torch_generators(device), of_torch, strict=True):
         generator.set_state(state)
     numpy.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
-def get_random_generators(device: torch.device) -> list[torch.Generator]:
+def get_torch_generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     return generators
 
 
-def seed_random(seed: int, *, cuda: bool = True) -> None:
+def seed_all_generators(seed: int, *, include_cuda: bool = True) -> None:
     """Seed the random number generators of torch, NumPy and Python with the same seed."""
     torch.default_generator.manual_seed(seed)
-    if cuda and torch.cuda.is_available():
+    if include_cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
@@ -64,42 +64,42 @@ def hash_to_seed(*seed_parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_generators(*seed_parts: object) -> None:
+def seed_cpu_generators(*seed_parts: object) -> None:
     """Seed the CPU random number generators with a hash of the arguments."""
-    seed_random(hash_to_seed(*seed_parts), cuda=False)
+    seed_all_generators(hash_to_seed(*seed_parts), include_cuda=False)
 
 
 @contextmanager
-def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
+def fork_rng(device: torch.device = CPU) -> Iterator[None]:
     """Restore the previous random states at the end of the ``with`` block, as ``torch.random.fork_rng`` does."""
-    states = get_random_states(device)
+    states = get_rng_states(device)
     try:
         yield
     finally:
-        set_random_states(states, device)
+        set_rng_states(states, device)
 
 
 @contextmanager
-def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
+def restore_rng_states_on_error(device: torch.device) -> Iterator[None]:
     """Restore the previous random states if the ``with`` block raises an exception."""
-    states = get_random_states(device)
+    states = get_rng_states(device)
     try:
         yield
     except BaseException:
-        set_random_states(states, device)
+        set_rng_states(states, device)
         raise
 
 
 @contextmanager
-def temporarily_set_seed(seed: int) -> Iterator[None]:
+def fork_rng_with_seed(seed: int) -> Iterator[None]:
     """Seed the random number generators on the CPU, and restore their states at the end of the ``with`` block."""
-    with fork_random_state():
-        seed_random(seed, cuda=False)
+    with fork_rng():
+        seed_all_generators(seed, include_cuda=False)
         yield
 
 
 @contextmanager
-def preserve_cpu_random_states() -> Iterator[None]:
+def preserve_cpu_rng_states() -> Iterator[None]:
     """Restore the random states of the CPU at the end of the ``with`` block, except in a DataLoader worker.
 
     A DataLoader worker uses random numbers only for samples. A lock that another thread of its parent held during the
@@ -108,19 +108,19 @@ def preserve_cpu_random_states() -> Iterator[None]:
     if get_worker_info() is not None:
         yield
         return
-    with _GENERATORS, fork_random_state():
+    with _GENERATORS, fork_rng():
         yield
 
 
 @contextmanager
-def temporarily_seed_generators(*seed_parts: object) -> Iterator[None]:
+def fork_rng_with_hashed_seed(*seed_parts: object) -> Iterator[None]:
     """Seed the CPU's random generators with a hash of the arguments, and restore them after the ``with`` block."""
-    with preserve_cpu_random_states():
-        seed_generators(*seed_parts)
+    with preserve_cpu_rng_states():
+        seed_cpu_generators(*seed_parts)
         yield
 
 
-class RandomUseDetector:
+class RNGUseDetector:
     """Detects whether code draws random numbers from torch, NumPy or Python.
 
     Args:
@@ -132,22 +132,22 @@ class RandomUseDetector:
         self._before: list[int] | None = None
         self.seen: bool | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Record the current random states, unless the use of random numbers has already been detected."""
-        self._before = None if self.seen else hash_random_states(self._device)
+        self._before = None if self.seen else hash_rng_states(self._device)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Set ``seen`` to True if random numbers were drawn since ``begin``, and otherwise to False."""
         if self._before is not None:
-            self.seen = self._before != hash_random_states(self._device)
+            self.seen = self._before != hash_rng_states(self._device)
             self._before = None
 
 
 @without_fake_tensors()
-def hash_random_states(device: torch.device) -> list[int]:
+def hash_rng_states(device: torch.device) -> list[int]:
     """Return hashes of the random states of torch, NumPy and Python, which can be compared between ranks."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
-    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in get_random_generators(device))
+    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in get_torch_generators(device))
     _, words, gauss = random.getstate()
     of_python = hash((words, gauss or 0.0))  # hash(None) may differ between processes
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
@@ -158,7 +158,7 @@ def derive_local_seed(seed: int, rank: int) -> int:
     return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
 
-class LocalRandomState:
+class LocalRNGState:
     """Switches between a random state shared by all ranks and one per rank, for example for dropout.
 
     With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
@@ -171,12 +171,14 @@ class LocalRandomState:
         share: function that returns the first rank's value of a tensor on all ranks of the axis.
     """
 
-    def __init__(self, rank: int, share: Callable[[Tensor], Tensor] | None = None, *, enabled: bool = True) -> None:
-        self._rank, self._share, self.is_enabled = rank, share, enabled
+    def __init__(
+        self, rank: int, broadcast_fn: Callable[[Tensor], Tensor] | None = None, *, enabled: bool = True
+    ) -> None:
+        self._rank, self._share, self.is_enabled = rank, broadcast_fn, enabled
         self.is_in_graph = False  # whether the layers of the model are compiled with their random state
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
-    def enter_local_state(self, x: Tensor, training: bool = True) -> None:
+    def enter_local_rng_state(self, input_tensor: Tensor, training: bool = True) -> None:
         if not (self.is_enabled and training):
             return
         if self.is_in_graph and torch.compiler.is_compiling():
@@ -184,12 +186,12 @@ class LocalRandomState:
             return
         seed, rank = torch.randint(2**62, (), device="cpu"), self._rank
         if self._share is not None:
-            seed, rank = self._share(seed.to(x.device)), -1
-        self._outer = [(g, g.get_state()) for g in get_random_generators(x.device)]
+            seed, rank = self._share(seed.to(input_tensor.device)), -1
+        self._outer = [(g, g.get_state()) for g in get_torch_generators(input_tensor.device)]
         for g, _ in self._outer:
             g.manual_seed(derive_local_seed(int(tolist_or_ones(seed)), rank))
 
-    def leave_local_state(self) -> None:
+    def exit_local_rng_state(self) -> None:
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.leave_random_state()
             return
@@ -198,8 +200,8 @@ class LocalRandomState:
         self._outer = []
 
     @contextmanager
-    def use_outer_state(self) -> Iterator[None]:
-        """Use the random state from before ``enter_local_state`` in the ``with`` block."""
+    def use_outer_rng_state(self) -> Iterator[None]:
+        """Use the random state from before ``enter_local_rng_state`` in the ``with`` block."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -218,7 +220,7 @@ class LocalRandomState:
                 generator.set_state(state)
 
 
-class ResumableRandomState:
+class ResumableRNGState:
     """A separate random state that continues from one ``with`` block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
@@ -227,23 +229,25 @@ class ResumableRandomState:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        with preserve_cpu_random_states():
+        with preserve_cpu_rng_states():
             if self._states is None:
-                seed_generators(*self._seed_parts)
+                seed_cpu_generators(*self._seed_parts)
             else:
-                set_random_states(self._states)
+                set_rng_states(self._states)
             try:
                 yield
             finally:
-                self._states = get_random_states()
+                self._states = get_rng_states()
 
 
-class SharedEpochRandomness:
+class EpochSeededRNG:
     """Makes a sampler, dataset or data loader draw the same random numbers on all ranks in an epoch."""
 
-    def __init__(self, source: Any, epoch: int, seed: int) -> None:
-        parts = {id(p): p for p in (source, *(getattr(source, name, None) for name in ("sampler", "dataset")))}
-        self._own = ResumableRandomState(seed, epoch, "sampler")
+    def __init__(self, data_source: Any, epoch: int, seed: int) -> None:
+        parts = {
+            id(p): p for p in (data_source, *(getattr(data_source, name, None) for name in ("sampler", "dataset")))
+        }
+        self._own = ResumableRNGState(seed, epoch, "sampler")
         self._generators: list[tuple[Any, torch.Generator]] = []
         for i, part in enumerate(parts.values()):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -266,7 +270,7 @@ class SharedEpochRandomness:
                 part.generator = generator
 
 
-def uses_dropout(model: nn.Module) -> bool:
+def may_use_dropout(model: nn.Module) -> bool:
     """Return whether the forward pass of a model may use random numbers in training, for example for dropout.
 
     For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class

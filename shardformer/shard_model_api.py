@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_weight_files
-from shardformer.context_parallel.method import choose_ring_sizes, is_explicit_method
+from shardformer.context_parallel.method import choose_context_parallel_sizes, is_method_explicit
 from shardformer.discovery.derive_policy import (
     DerivedPolicy,
-    NothingShardedError,
-    derive_layer_stacks,
+    NoShardableLayerError,
+    derive_pipeline_only_policy,
     derive_policy,
     make_no_policy_error,
 )
@@ -30,12 +30,12 @@ from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
-from shardformer.policies.policy import EmptyPolicy, Policy, find_registered_policy, has_user_policy
+from shardformer.policies.policy import EmptyPolicy, Policy, get_registered_policy, has_user_registered_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import deprecate_renamed_parameters
-from shardformer.random_state import fork_random_state
+from shardformer.random_state import fork_rng
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, create_resolved_policy
-from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
+from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, has_user_code_layers
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
@@ -97,21 +97,23 @@ def _shard_without_adapters(
     finish: Callable[[nn.Module], object],
     compiler: Mapping[str, Any],
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    sharder = Sharder(model, config, compiler=compiler)
+    sharder = Sharder(model, config, wrapper_options=compiler)
 
-    def plan() -> ShardingPlan:
+    def make_plan() -> ShardingPlan:
         check_can_be_sharded(model)
         check_no_integer_weights(model, sharder.context.sizes)
         with temporarily_use_plain_linears(model) if find_packed_weights(model) else nullcontext():
-            resolved = _find_and_bind_policy(sharder, policy, example)
+            resolved = _resolve_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:
-                _validate_layout(sharder, resolved, is_user_policy=policy is not None or has_user_policy(model))
-        return sharder.complete_and_check_plan(resolved)
+                _validate_layout(
+                    sharder, resolved, is_user_policy=policy is not None or has_user_registered_policy(model)
+                )
+        return sharder.finalize_sharding_plan(resolved)
 
     with sharder.restore_model_on_error():
         explain = partial(check_same_weight_files, model, sharder.context)
-        shared_params = sharder.shard(
-            run_and_compare_across_ranks(sharder.context, plan, sharder.describe_for_comparison, explain=explain)
+        shared_params = sharder.shard_in_place(
+            run_and_compare_across_ranks(sharder.context, make_plan, sharder.get_fingerprint_lines, explain_fn=explain)
         )
         _install_method_overrides(sharder.model)
         call_after_import(*PEFT_ENTRY_POINTS)
@@ -148,7 +150,7 @@ def _install_method_overrides(model: nn.Module) -> None:
 NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 
 
-def _find_and_bind_policy(
+def _resolve_and_bind_policy(
     sharder: Sharder, policy: Policy | type[Policy] | None, get_example_batch: Example
 ) -> ResolvedPolicy:
     """Find the policy of a model, and create a plan of the changes that shard the model.
@@ -160,8 +162,8 @@ def _find_and_bind_policy(
     try:
         size = sharder.context.tensor.size
         batch = get_example_batch if is_needed else lambda: None
-        found = resolve_policy(sharder.model, policy, tensor_size=size, may_run_copy=is_needed, get_example_batch=batch)
-        return create_resolved_policy(sharder, *found, applies_rules=applies_rules)
+        found = resolve_policy(sharder.model, policy, tp_size=size, allow_model_copy=is_needed, get_example_batch=batch)
+        return create_resolved_policy(sharder, *found, apply_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
@@ -169,15 +171,15 @@ def _find_and_bind_policy(
         return create_resolved_policy(sharder, EmptyPolicy(), NO_POLICY, notes=notes)
 
 
-def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
+def _validate_layout(sharder: Sharder, resolved_policy: ResolvedPolicy, *, is_user_policy: bool) -> None:
     """Check on a reduced version of the model that the policy works with the parallel layout.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
-    model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved.policy
+    model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved_policy.policy
     if sharder.is_tensor_parallel and sharder.grid is None and is_user_policy:
-        why_not = validate_user_policy(resolved.plan, policy, context.tensor.size)
-        resolved.notes = [why_not] if why_not else []
+        why_not = validate_user_policy(resolved_policy.plan, policy, context.tensor.size)
+        resolved_policy.notes = [why_not] if why_not else []
     if sharder.grid is not None:
         found = validate_tensor_grid(model, policy, sharder.grid)
         if found.failure is not None:
@@ -185,10 +187,13 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
                 f"{type(model).__name__} does not support tensor_parallel_mode={sharder.grid.mode!r}: {found.failure}.",
                 remedy="Use tensor_parallel_mode='1d' or another mode for this model.",
             )
-        resolved.samples, resolved.unvalidated = found.samples, found.unproven
-    if config.uses_context_parallel:
+        resolved_policy.samples, resolved_policy.unvalidated = found.sample_dims, found.unvalidated_inputs
+    if config.has_context_parallel:
         way = config.context_parallel
-        sizes, allow_full_attention = choose_ring_sizes(model, context, way), not is_explicit_method(context, way)
+        sizes, allow_full_attention = (
+            choose_context_parallel_sizes(model, context, way),
+            not is_method_explicit(context, way),
+        )
         with without_fake_tensors():
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
         if learned.failure is not None:
@@ -196,7 +201,7 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
                 f"{type(model).__name__} does not support sequence={context.sequence.size}: {learned.failure}.",
                 remedy="Remove the sequence axis, or use tensor parallelism with enable_sequence_parallelism=True.",
             )
-        resolved.context = learned.findings
+        resolved_policy.context = learned.findings
 
 
 class ModelSharder:
@@ -224,8 +229,8 @@ class ModelSharder:
         return shared_params
 
 
-def _is_policy(value: Any) -> bool:
-    return issubclass(value, Policy) if isinstance(value, type) else isinstance(value, Policy)
+def _is_policy(candidate: Any) -> bool:
+    return issubclass(candidate, Policy) if isinstance(candidate, type) else isinstance(candidate, Policy)
 
 
 def _require_shard_config(config: Any) -> ShardConfig:
@@ -332,7 +337,7 @@ def measure_pipeline_costs(
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
-    chosen, _ = resolve_policy(model, policy, tensor_size=1)
+    chosen, _ = resolve_policy(model, policy, tp_size=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = chosen.layer_sequence()
@@ -340,7 +345,7 @@ def measure_pipeline_costs(
         raise make_no_layers_error(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.no_grad(), fork_random_state(device):
+    with torch.no_grad(), fork_rng(device):
         try:
             return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
         finally:  # a forward pass in training mode updates buffers, such as the averages of a BatchNorm
@@ -352,15 +357,15 @@ def resolve_policy(
     model: nn.Module,
     policy: Policy | type[Policy] | None,
     *,
-    tensor_size: int | None = None,
-    may_run_copy: bool = False,
+    tp_size: int | None = None,
+    allow_model_copy: bool = False,
     get_example_batch: Example = lambda: None,
 ) -> tuple[Policy, str]:
     """Find the policy to shard a model with. Return the policy and a description of its origin.
 
     Args:
-        tensor_size: the tensor parallel size, if known. With size 1 every model has a policy.
-        may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
+        tp_size: the tensor parallel size, if known. With size 1 every model has a policy.
+        allow_model_copy: whether the layers of a user-defined module may be found by running a copy of it.
         get_example_batch: returns a small batch, which is used if the model cannot be run with generated inputs.
 
     Raises PolicyError for a model of an unknown family.
@@ -377,29 +382,29 @@ def resolve_policy(
         chosen.find_submodel_policy = _find_submodel_policy
         is_derived = isinstance(chosen, DerivedPolicy)
         return chosen, DERIVED if is_derived else f"the user's policy {type(chosen).__name__}"
-    if (known := find_registered_policy(model)) is not None and not _fits_only_submodel(model, known[0]):
+    if (known := get_registered_policy(model)) is not None and not _is_submodel_policy(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
-        if tensor_size not in (None, 1) and not has_user_policy(model) and runs_user_code(model, known[0]):
+        if tp_size not in (None, 1) and not has_user_registered_policy(model) and has_user_code_layers(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:
         with without_fake_tensors():  # the policy is derived on a reduced model
             derived = _derive_policy(model, get_example_batch)
-        if tensor_size == 1 and derived.no_pipeline:
-            stacks_only = derive_layer_stacks(model)
+        if tp_size == 1 and derived.no_pipeline:
+            stacks_only = derive_pipeline_only_policy(model)
             derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
         return derived, DERIVED
     except PolicyError as error:
-        if tensor_size == 1:
-            return derive_layer_stacks(model, allow_copy=may_run_copy), "the order of its layers"
+        if tp_size == 1:
+            return derive_pipeline_only_policy(model, allow_model_copy=allow_model_copy), "the order of its layers"
         problem = error
-    raise make_no_policy_error(model, problem, tensor_size)
+    raise make_no_policy_error(model, problem, tp_size)
 
 
 def _derive_policy(model: nn.Module, get_example_batch: Example) -> RolePolicy:
     try:
         return derive_policy(model)
-    except NothingShardedError:
+    except NoShardableLayerError:
         raise
     except PolicyError:
         batch = get_example_batch()
@@ -408,11 +413,11 @@ def _derive_policy(model: nn.Module, get_example_batch: Example) -> RolePolicy:
         return derive_policy(model, batch)
 
 
-def _fits_only_submodel(model: nn.Module, policy: Policy) -> bool:
+def _is_submodel_policy(model: nn.Module, policy: Policy) -> bool:
     """Return whether a policy fits a transformers model inside ``model`` but not ``model`` itself."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
-    if not has_submodel or has_user_policy(model) or library in ("transformers", "timm"):
+    if not has_submodel or has_user_registered_policy(model) or library in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)

@@ -80,9 +80,9 @@ def get_innermost_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callab
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def get_tensor_hooks(x: Tensor) -> list[Any]:
+def get_tensor_hooks(tensor: Tensor) -> list[Any]:
     """Return all gradient hooks that are registered on a tensor."""
-    tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
 
 
@@ -103,19 +103,21 @@ def is_dynamo_loaded() -> bool:
 COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled call that ``module.compile()`` created
 
 
-def get_initial_optimizer_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+def get_initial_optimizer_state(
+    optimizer: Optimizer, param_group: dict[str, Any], param: nn.Parameter
+) -> dict[str, Any]:
     """Return the state that an optimizer creates for a parameter before its first step, or {} if it creates none.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
     added to a group later.
 
     Args:
-        group: the options of the group, passed to the constructor.
+        param_group: the options of the group, passed to the constructor.
     """
     if not isinstance(optimizer, Adagrad):
         return {}
     known = inspect.signature(Adagrad).parameters
-    settings = {**optimizer.defaults, **group}
+    settings = {**optimizer.defaults, **param_group}
     made = Adagrad([param], **{name: value for name, value in settings.items() if name in known and name != "params"})
     return dict(made.state[param])
 
@@ -143,7 +145,7 @@ def call_with_load_state_dict_hooks(
         hook(optimizer)
 
 
-def get_wrapped_module_attribute_name(module: nn.Module) -> str | None:
+def get_wrapped_module_attr_name(module: nn.Module) -> str | None:
     """Return the name of the attribute in which a wrapper stores its module, or None if ``module`` is no wrapper.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
@@ -197,25 +199,25 @@ def count_collectives_by_group() -> dict[str, int]:
     found: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError, ValueError, KeyError):  # a group that is being destroyed
-            if counts_all_collectives(group):
+            if has_exact_collective_count(group):
                 found[str(name)] = get_collective_count(group)
     return found
 
 
-def get_collective_count(group: Any) -> int:
+def get_collective_count(process_group: Any) -> int:
     """Return how many collectives this process has started on a gloo process group."""
-    return int(group._get_sequence_number_for_group())
+    return int(process_group._get_sequence_number_for_group())
 
 
-def get_group_name(group: dist.ProcessGroup | None) -> str:
+def get_group_name(process_group: dist.ProcessGroup | None) -> str:
     """Return the name of a process group, or of the default group for None. It is empty outside the group."""
-    group = distributed_c10d._get_default_group() if group is None else group
-    return str(distributed_c10d._world.pg_names.get(group, ""))
+    process_group = distributed_c10d._get_default_group() if process_group is None else process_group
+    return str(distributed_c10d._world.pg_names.get(process_group, ""))
 
 
-def counts_all_collectives(group: dist.ProcessGroup) -> bool:
+def has_exact_collective_count(process_group: dist.ProcessGroup) -> bool:
     """Return whether a process group counts all its collectives, as groups with only a gloo backend do."""
-    return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
+    return {pair.partition(":")[2] for pair in dist.get_backend_config(process_group).split(",")} == {"gloo"}
 
 
 def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name: str) -> bool:
@@ -223,9 +225,9 @@ def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name
     return found is not None and isinstance(module, found)
 
 
-def has_data(x: Tensor) -> bool:
+def has_data(tensor: Tensor) -> bool:
     """Return whether a tensor stores values. Meta tensors and fake tensors do not store values."""
-    return not (x.is_meta or isinstance(x, FakeTensor))
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 save_own_tensors, load_own_tensors = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
@@ -234,9 +236,9 @@ apply_to_tensors = nn.Module._apply
 """Method of a module with which ``to`` converts its parameters and buffers."""
 
 
-def is_wrapper_tensor(x: Tensor) -> bool:
+def is_wrapper_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor only wraps other tensors and has no memory of its own."""
-    return hasattr(type(x), "__tensor_flatten__")
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
@@ -245,32 +247,32 @@ def has_meta_tensors(model: nn.Module) -> bool:
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
-def tolist_or_ones(x: Tensor) -> Any:
-    """Return ``x.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
-    if has_data(x):
-        return x.tolist()
+def tolist_or_ones(tensor: Tensor) -> Any:
+    """Return ``tensor.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
+    if has_data(tensor):
+        return tensor.tolist()
     ones: Any = 1
-    for size in reversed(x.shape):
+    for size in reversed(tensor.shape):
         ones = [ones] * size
     return ones
 
 
-def is_true_or_unknown(x: Tensor) -> bool:
-    """Return ``bool(x)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
-    return bool(x) if has_data(x) else True
+def is_true_or_unknown(tensor: Tensor) -> bool:
+    """Return ``bool(tensor)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
+    return bool(tensor) if has_data(tensor) else True
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
-def get_storage_use_count(x: Tensor) -> int:
+def get_storage_use_count(tensor: Tensor) -> int:
     """Return the number of references to the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(get_storage_id(x)))
+    return int(torch._C._storage_Use_Count(get_storage_id(tensor)))
 
 
-def get_storage_id(x: Tensor) -> int:
+def get_storage_id(tensor: Tensor) -> int:
     """Return a unique ID of a tensor's storage, even for meta and fake tensors, which have no data pointer."""
-    return storage_id(x.untyped_storage())
+    return storage_id(tensor.untyped_storage())
 
 
 without_fake_tensors = unset_fake_temporarily
@@ -279,10 +281,10 @@ without_fake_tensors = unset_fake_temporarily
 Node = Any  # torch.autograd.graph.Node, whose subclasses have different additional attributes
 
 
-def get_gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
+def get_gradient_shape(gradient_edge: GradientEdge) -> tuple[int, ...]:
     """Return the shape of the gradient that flows along an edge of the autograd graph."""
-    node: Any = edge.node
-    return tuple(node._input_metadata[edge.output_nr].shape)
+    node: Any = gradient_edge.node
+    return tuple(node._input_metadata[gradient_edge.output_nr].shape)
 
 
 def copy_sequence_number(target_node: Node, source_node: Node) -> None:
@@ -300,14 +302,14 @@ def get_autograd_function_class(node: Node) -> Any:
 
 
 @cache
-def list_saved_tensor_attributes(node_class: Any) -> tuple[str, ...]:
+def get_saved_tensor_attr_names(node_class: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
 
 
 def iter_saved_tensors(node: Node) -> Iterator[Any]:
     """Yield the ``SavedTensor`` objects that the forward pass has stored in an autograd node."""
     kind: Any = type(node)
-    for name in list_saved_tensor_attributes(kind):
+    for name in get_saved_tensor_attr_names(kind):
         saved = getattr(node, name)
         yield from (one for one in as_tuple(saved) if one is not None)
 
@@ -367,23 +369,23 @@ def get_compile_backend_name(backend: str | Callable[..., Any]) -> str:
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", "a function")))
 
 
-def get_recompile_reason(function: Callable[[], Any]) -> str:
+def get_recompile_reason(fn: Callable[[], Any]) -> str:
     """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs for it."""
     reasons: list[str] = []
 
-    def note(entry: logging.LogRecord) -> bool:
-        if "last reason" in str(entry.msg) and isinstance(entry.args, tuple):
-            reasons.append(str(entry.args[3]))
+    def capture_reason(log_record: logging.LogRecord) -> bool:
+        if "last reason" in str(log_record.msg) and isinstance(log_record.args, tuple):
+            reasons.append(str(log_record.args[3]))
         return False  # the reason is reported elsewhere
 
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(note)
+    logger.addFilter(capture_reason)
     try:
-        function()
+        fn()
     except get_recompile_limit_error_class():
         pass
     finally:
-        logger.removeFilter(note)
+        logger.removeFilter(capture_reason)
     return reasons[0] if reasons else "unknown"
 
 

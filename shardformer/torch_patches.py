@@ -54,9 +54,9 @@ def installed() -> tuple[Patch, ...]:
         return tuple(_INSTALLED)
 
 
-def install_patch(patch: Patch, apply: Apply) -> None:
+def install_patch(patch: Patch, apply_fn: Apply) -> None:
     """Install a patch in this process, unless it is already installed."""
-    install_patches({patch: apply})
+    install_patches({patch: apply_fn})
 
 
 def install_patches(patches: Mapping[Patch, Apply]) -> None:
@@ -82,10 +82,10 @@ def uninstall() -> None:
 
 
 @contextmanager
-def temporary_patch(patch: Patch, apply: Apply) -> Iterator[None]:
+def temporary_patch(patch: Patch, apply_fn: Apply) -> Iterator[None]:
     """Install a patch for the duration of a ``with`` block. Threads share the patch, and the last block removes it."""
     with _LOCK:
-        install_patch(patch, apply)
+        install_patch(patch, apply_fn)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1
     try:
         yield
@@ -97,19 +97,19 @@ def temporary_patch(patch: Patch, apply: Apply) -> Iterator[None]:
                 _INSTALLED.pop(patch)()
 
 
-def replace_attribute(owner: Any, name: str, new_value: Any) -> Undo:
+def replace_attribute(target: Any, attribute_name: str, new_value: Any) -> Undo:
     """Replace an attribute of a module or class, and return a function that restores the original."""
-    original = getattr(owner, name)
-    setattr(owner, name, new_value)
+    original = getattr(target, attribute_name)
+    setattr(target, attribute_name, new_value)
 
     def undo() -> None:
-        if (current := getattr(owner, name)) is not new_value:
-            where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+        if (current := getattr(target, attribute_name)) is not new_value:
+            where = f"{getattr(target, '__name__', type(target).__name__)}.{attribute_name}"
             raise ConfigError(
                 f"{where} cannot be restored, because another library has patched it later: {current!r}.",
                 remedy="Remove the patch of the other library, then call shardformer.torch_patches.uninstall().",
             )
-        setattr(owner, name, original)
+        setattr(target, attribute_name, original)
 
     return undo
 
@@ -122,8 +122,8 @@ class PostImportHook(MetaPathFinder):
         call: the function.
     """
 
-    def __init__(self, name: str, call: Callable[[], object]) -> None:
-        self._name, self._call, self._thread = name, call, threading.local()
+    def __init__(self, module_name: str, callback: Callable[[], object]) -> None:
+        self._name, self._call, self._thread = module_name, callback, threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._name or getattr(self._thread, "is_searching", False):
@@ -165,22 +165,22 @@ def call_after_import(module_name: str, patch: Patch, callback: Callable[[], obj
 
 
 def replace_decorated_function(
-    function: Any, make_replacement: Callable[[Any], Any], *locations: tuple[Any, str]
+    decorated_fn: Any, make_replacement: Callable[[Any], Any], *locations: tuple[Any, str]
 ) -> Undo:
     """Replace the function that a decorator wraps, even for code that has already imported the result.
 
     Args:
-        function: the decorated function.
+        decorated_fn: the decorated function.
         make_replacement: original function -> new function.
         locations: the locations of the decorated function, as (module, name). They are replaced if this version of the
             library decorates it differently. Functions that a script imported before then stay unchanged.
     """
-    original = getattr(function, "__wrapped__", function)
+    original = getattr(decorated_fn, "__wrapped__", decorated_fn)
     new = make_replacement(original)
-    for cell in getattr(function, "__closure__", None) or ():
+    for cell in getattr(decorated_fn, "__closure__", None) or ():
         if cell.cell_contents is original:
             return chain_undo_functions(
-                replace_attribute(cell, "cell_contents", new), replace_attribute(function, "__wrapped__", new)
+                replace_attribute(cell, "cell_contents", new), replace_attribute(decorated_fn, "__wrapped__", new)
             )
     return chain_undo_functions(*(replace_attribute(module, name, new) for module, name in locations))
 

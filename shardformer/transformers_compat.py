@@ -34,7 +34,7 @@ def load_transformers() -> Any:
     return transformers
 
 
-def save_custom_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
+def save_custom_code(model: Any, save_directory: str | os.PathLike[str], config: Any) -> None:
     """Copy the Python files of a ``trust_remote_code`` model into a folder, like ``save_pretrained``.
 
     Args:
@@ -43,7 +43,7 @@ def save_custom_code(model: Any, folder: str | os.PathLike[str], config: Any) ->
     if getattr(model, "_auto_class", None) is not None:
         from transformers.dynamic_module_utils import custom_object_save
 
-        custom_object_save(model, folder, config=config)
+        custom_object_save(model, save_directory, config=config)
 
 
 def skip_weight_init() -> AbstractContextManager[Any]:
@@ -80,9 +80,9 @@ def _disable_auto_docstring() -> None:
     )
 
 
-def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
+def _skip_docstring(cls: Any = None, **kwargs: Any) -> Any:
     """Return a class unchanged. This decorator replaces ``auto_docstring`` of transformers."""
-    return (lambda later: later) if decorated is None else decorated
+    return (lambda later: later) if cls is None else cls
 
 
 def is_kv_cache(value: Any) -> bool:
@@ -97,44 +97,46 @@ def is_kv_cache(value: Any) -> bool:
     return bool(layers) and all(isinstance(layer, tuple) and _is_tuple_of_tensors(layer) for layer in layers)
 
 
-def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
-    return any(isinstance(x, Tensor) for x in layer) and all(x is None or isinstance(x, Tensor) for x in layer)
+def _is_tuple_of_tensors(cache_layer: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) for x in cache_layer) and all(
+        x is None or isinstance(x, Tensor) for x in cache_layer
+    )
 
 
-def find_kv_caches(values: Iterable[Any]) -> list[Any]:
+def find_kv_caches(forward_args: Iterable[Any]) -> list[Any]:
     """Return all arguments of a forward pass that are key-value caches."""
-    return [value for value in values if is_kv_cache(value)]
+    return [value for value in forward_args if is_kv_cache(value)]
 
 
-def has_cached_tokens(cache: Any) -> bool:
+def has_cached_tokens(kv_cache: Any) -> bool:
     """Return whether a key-value cache contains tokens of an earlier forward pass."""
-    count = getattr(cache, "get_seq_length", None)
+    count = getattr(kv_cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
-def unwrap_checkpointed_forward(forward: Any) -> Any:
-    """Return a layer's ``forward`` without the wrapper that transformers adds for activation checkpointing.
+def unwrap_checkpointed_forward(forward_fn: Any) -> Any:
+    """Return a layer's ``forward_fn`` without the wrapper that transformers adds for activation checkpointing.
 
     transformers 5.20 and later wrap the `forward` of each class of layers that supports activation checkpointing.
     Earlier releases wrap ``__call__``.
     """
-    while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":
-        forward = forward.__wrapped__
-    return forward
+    while getattr(getattr(forward_fn, "__code__", None), "co_name", "") == "forward_with_checkpointing":
+        forward_fn = forward_fn.__wrapped__
+    return forward_fn
 
 
-def get_checkpointing_function(layer: nn.Module) -> Any:
+def get_gradient_checkpointing_fn(layer: nn.Module) -> Any:
     """Return the function that runs a layer with activation checkpointing, or None if it is not enabled."""
     is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
     return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
 
 
-def get_forward_argument_names(model: nn.Module) -> frozenset[str]:
+def get_forward_arg_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments of a model's ``forward`` method."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def get_accepted_forward_keywords(model: nn.Module) -> frozenset[str] | None:
+def get_accepted_forward_kwargs(model: nn.Module) -> frozenset[str] | None:
     """Return the names of all keyword arguments that a model's ``forward`` accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
@@ -152,15 +154,15 @@ def get_accepted_forward_keywords(model: nn.Module) -> frozenset[str] | None:
             takes_more = True
     unwrap: Any = getattr(model, "get_base_model", None)
     inner = unwrap() if takes_more and unwrap is not None else None
-    known = get_accepted_forward_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    known = get_accepted_forward_kwargs(inner) if isinstance(inner, nn.Module) and inner is not model else None
     if takes_more and known is None:
         return None
     return frozenset(named | (known or frozenset()))
 
 
-def filter_forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def filter_forward_kwargs(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the entries of a batch that a model's ``forward`` accepts as keyword arguments."""
-    names = get_accepted_forward_keywords(model)
+    names = get_accepted_forward_kwargs(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
 
@@ -190,23 +192,23 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
     return new
 
 
-def remove_kv_caches(output: Any, argument_names: Collection[str]) -> Any:
+def remove_kv_caches(model_output: Any, arg_names: Collection[str]) -> Any:
     """Return a copy of a model's output without key-value caches, or None if the output has no cache.
 
     Args:
-        output: the output of the forward pass.
-        argument_names: names of the forward pass's arguments. A field with one of these names that is not a single
+        model_output: the output of the forward pass.
+        arg_names: names of the forward pass's arguments. A field with one of these names that is not a single
             tensor (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
     """
-    if not isinstance(output, Mapping):
+    if not isinstance(model_output, Mapping):
         return None
     kept = {
         name: value
-        for name, value in output.items()
-        if not is_kv_cache(value) and (name not in argument_names or isinstance(value, Tensor))
+        for name, value in model_output.items()
+        if not is_kv_cache(value) and (name not in arg_names or isinstance(value, Tensor))
     }
-    make: Any = type(output)
-    return None if len(kept) == len(output) else make(**kept)
+    make: Any = type(model_output)
+    return None if len(kept) == len(model_output) else make(**kept)
 
 
 def synchronize_generation(
@@ -235,30 +237,30 @@ def synchronize_generation(
 _DECODE_HOOKS = "_shardformer_decode_together"
 
 
-def _generate_synchronized(self: Any, *args: Any, **kwargs: Any) -> Any:
-    begin, _ = self.__dict__[_DECODE_HOOKS]
+def _generate_synchronized(model: Any, *args: Any, **kwargs: Any) -> Any:
+    begin, _ = model.__dict__[_DECODE_HOOKS]
     begin()
-    return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
+    return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
 
 
-def _has_unfinished_on_any_rank(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
-    _, any_rank = self.__dict__[_DECODE_HOOKS]
+def _has_unfinished_on_any_rank(model: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
+    _, any_rank = model.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished
 
 
-def find_embeddings(model: Any, kind: str) -> nn.Module | None:
+def find_embeddings(model: Any, embedding_kind: str) -> nn.Module | None:
     """Return the "input" or "output" embeddings of a transformers model, or None if the model has none."""
     try:
-        found: nn.Module | None = getattr(model, f"get_{kind}_embeddings")()
+        found: nn.Module | None = getattr(model, f"get_{embedding_kind}_embeddings")()
     except (AttributeError, RuntimeError):  # how transformers reports that there are none
         return None
     return found
 
 
-def get_uniform_config_field(config: Any, name: str) -> Any:
+def get_uniform_config_field(config: Any, field_name: str) -> Any:
     """Return the value of a config field, or None if the field is missing or its value differs between layers."""
     try:
-        return getattr(config, name, None)
+        return getattr(config, field_name, None)
     except Exception:  # transformers raises an error for a value that differs between layers
         return None

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from shardformer.mesh.tensor_grid import describe_grid_shards
-from shardformer.pipeline.schedule_chart import save_chart
+from shardformer.pipeline.schedule_chart import save_schedule_chart
 from shardformer.pipeline.schedules import make_schedule, simulate_schedule
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -252,7 +252,7 @@ def zero() -> Figure:
 
 def pipeline(path: Path) -> None:
     schedule = make_schedule("1f1b", 4, 8)
-    save_chart(schedule, simulate_schedule(schedule), path)
+    save_schedule_chart(schedule, simulate_schedule(schedule), path)
 
 
 # ------------------------------------------------------------------------------------------- architecture, performance

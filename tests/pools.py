@@ -25,7 +25,9 @@ class WorkerPools:
         imports: Sequence[str] = ("torch",),
         grace_s: float = 5.0,
     ) -> None:
-        self._make = partial(WorkerPool, timeout_s=timeout_s, threads=threads, imports=imports, grace_s=grace_s)
+        self._make = partial(
+            WorkerPool, timeout_s=timeout_s, num_threads=threads, module_names=imports, grace_s=grace_s
+        )
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, num_workers: int) -> WorkerPool:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import shardformer
-from shardformer.discovery.derive_policy import DerivationError
+from shardformer.discovery.derive_policy import PolicyDerivationError
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -168,10 +168,12 @@ CASES: dict[str, Case] = {
     "an unknown family": Case(
         unknown,
         {},
-        DerivationError,
+        PolicyDerivationError,
         ("No layer of MambaModel can be sharded over tensor=2", "finds no stack of layers", "data=2", "stage=3"),
     ),
-    "no family at all": Case(ToyLM, {}, DerivationError, ("No policy for ToyLM", "forward(ids)", 'batch={"ids": ...}')),
+    "no family at all": Case(
+        ToyLM, {}, PolicyDerivationError, ("No policy for ToyLM", "forward(ids)", 'batch={"ids": ...}')
+    ),
     "a rule without a match": Case(
         ToyLM,
         {"policy": Written("Layr", ("mlp.fc1", Linear1D_Col))},
@@ -590,7 +592,7 @@ def _use(how: str) -> Refusal:
     elif how == "different batches":
         batch = RandomBatchFactory("GPT2LMHeadModel")(dist.get_rank())
     elif how == "different shapes":
-        batch = RandomBatchFactory("GPT2LMHeadModel", sequence=13 + dist.get_rank())(0)
+        batch = RandomBatchFactory("GPT2LMHeadModel", sequence_length=13 + dist.get_rank())(0)
     elif how == "attentions":
         batch["output_attentions"] = True
     elif how == "hidden states":

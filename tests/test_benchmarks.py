@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.discovery.derive_policy import DerivationError
+from shardformer.discovery.derive_policy import PolicyDerivationError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.pools import WorkerPools
 
@@ -174,7 +174,7 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
     assert "| attention and MLP | 2 | 1 (50%) |" in page
     assert "| mpnet | it differs |" in page
-    error = DerivationError("No policy could be derived: no layers.", remedy="Write a policy.")
+    error = PolicyDerivationError("No policy could be derived: no layers.", remedy="Write a policy.")
     error.reason = "no layers"
     assert importlib.import_module("coverage").short(error) == "no layers"
 

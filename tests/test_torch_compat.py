@@ -10,7 +10,11 @@ from torch import nn
 from torch.optim import Adagrad
 
 from shardformer.torch_compat import get_initial_optimizer_state, view_as_bytes
-from shardformer.zero.optimizers import compute_state_after_step, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.optimizers import (
+    compute_state_after_one_step,
+    estimate_optimizer_state_bytes,
+    requires_full_matrices,
+)
 
 own_init_group: Any = Adagrad._init_group
 
@@ -31,9 +35,9 @@ def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_adagrad_gets_state_for_parameters_added_later(adagrad: Adagrad) -> None:
     group, param = adagrad.param_groups[0], torch.zeros(3)
-    assert not needs_full_matrices(adagrad)
-    assert compute_state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
-    assert estimate_state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
+    assert not requires_full_matrices(adagrad)
+    assert compute_state_after_one_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
+    assert estimate_optimizer_state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
 
 
 def test_only_adagrad_has_state_before_its_first_step() -> None:

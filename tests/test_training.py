@@ -80,7 +80,7 @@ def paused(model: nn.Module) -> Any:
 
 def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) -> Tensor:
     """Return the mean loss over the data ranks' shards, or on a sharded model the loss of this rank's shard."""
-    batch = RandomBatchFactory(LANGUAGE_MODEL[family], sequence=sequence)(step)
+    batch = RandomBatchFactory(LANGUAGE_MODEL[family], sequence_length=sequence)(step)
     if is_sharded(model):
         data = get_metadata(model).context.data
         each = len(batch["input_ids"]) // data.size

@@ -15,7 +15,7 @@ from transformers import ConvNextConfig, ConvNextModel, DynamicCache, GPT2Config
 from shardformer.transformers_compat import (
     find_embeddings,
     find_kv_caches,
-    get_forward_argument_names,
+    get_forward_arg_names,
     has_cached_tokens,
     is_kv_cache,
     remove_kv_caches,
@@ -70,19 +70,19 @@ def test_a_new_cache_is_empty() -> None:
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache_params", "cache", "a name that is yet to come"])
 def test_caches_are_removed_from_outputs_under_any_name(name: str) -> None:
-    found = remove_kv_caches(Output(logits=X, **{name: filled()}), get_forward_argument_names(Model()))
+    found = remove_kv_caches(Output(logits=X, **{name: filled()}), get_forward_arg_names(Model()))
     assert type(found) is Output
     assert list(found) == ["logits"]
 
 
 @pytest.mark.parametrize("name", ["mems", "state"])
 def test_state_for_a_later_forward_is_removed(name: str) -> None:
-    assert list(remove_kv_caches(Output(logits=X, **{name: [X, X]}), get_forward_argument_names(Model()))) == ["logits"]
+    assert list(remove_kv_caches(Output(logits=X, **{name: [X, X]}), get_forward_arg_names(Model()))) == ["logits"]
 
 
 def test_an_output_without_a_cache_is_unchanged() -> None:
     for output in (Output(logits=X, attention_mask=X, hidden_states=(X, X)), X, (X, filled()), None):
-        assert remove_kv_caches(output, get_forward_argument_names(Model())) is None
+        assert remove_kv_caches(output, get_forward_arg_names(Model())) is None
 
 
 @pytest.mark.full

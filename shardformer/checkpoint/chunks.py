@@ -26,10 +26,10 @@ LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
 """The chunks that one rank stores, and the full shape and element size in bytes of each tensor."""
 
 
-def intersect_chunks(first: ChunkBounds, second: ChunkBounds) -> ChunkBounds | None:
+def intersect_chunks(first_chunk: ChunkBounds, second_chunk: ChunkBounds) -> ChunkBounds | None:
     """Return the overlap of two chunks of a tensor, or None if they have no elements in common."""
-    low = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
-    high = [min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True)]
+    low = tuple(max(a, b) for a, b in zip(first_chunk[0], second_chunk[0], strict=True))
+    high = [min(a + n, b + m) for a, n, b, m in zip(*first_chunk, *second_chunk, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
         return low, tuple(b - a for a, b in zip(low, high, strict=True))
     return None
@@ -76,7 +76,7 @@ class TensorItem:
 
 
 @dataclass(frozen=True)
-class FlatRegion:
+class LocalTensorRegion:
     """Describes which elements of a full tensor this rank stores in one buffer.
 
     Args:
@@ -108,9 +108,9 @@ class FlatRegion:
         """Allocate an uninitialized CPU tensor for the elements that this rank stores."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
-    def make_tensor_item(self, name: str, buffer: Tensor) -> TensorItem:
+    def make_tensor_item(self, tensor_name: str, buffer: Tensor) -> TensorItem:
         """Create a ``TensorItem`` whose chunks are views of ``buffer``, which stores this rank's elements."""
-        return TensorItem(name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
+        return TensorItem(tensor_name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
     def split_into_chunks(self, buffer: Tensor) -> list[LocalChunk]:
         """Split ``buffer``, which stores this rank's elements, into rectangular chunks of the full tensor."""
@@ -118,7 +118,7 @@ class FlatRegion:
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
             return [LocalChunk(box.full, box.view_in_local(buffer)) for box in boxes if all(box.size)]
-        bounds = list(flat_range_to_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
+        bounds = list(split_flat_range_into_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
         values = buffer.reshape(-1).split([prod(size) for _, size in bounds])
         chunks = []
         for box in boxes:
@@ -129,55 +129,57 @@ class FlatRegion:
         return chunks
 
 
-def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
+def split_flat_range_into_chunks(shape: Offsets, start: int, end: int) -> Iterator[ChunkBounds]:
     """Convert a range of a flattened tensor into rectangular chunks of the original tensor.
 
     Yields the (start, size) of each chunk.
 
-    >>> list(flat_range_to_chunks((3, 4), 2, 9))
+    >>> list(split_flat_range_into_chunks((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    if begin >= end:
+    if start >= end:
         return
     if not shape:
         yield (), ()
         return
     inner = prod(shape[1:])
-    (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
+    (first, low), (last, high) = divmod(start, inner), divmod(end, inner)
     if first == last:
-        yield from _iterate_row_chunks(shape, first, low, high)
+        yield from _iter_row_chunks(shape, first, low, high)
         return
     if low:
-        yield from _iterate_row_chunks(shape, first, low, inner)
+        yield from _iter_row_chunks(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _iterate_row_chunks(shape, last, 0, high)
+    yield from _iter_row_chunks(shape, last, 0, high)
 
 
-def _iterate_row_chunks(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
-    for start, size in flat_range_to_chunks(shape[1:], begin, end):
-        yield (row, *start), (1, *size)
+def _iter_row_chunks(shape: Offsets, row_index: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+    for start, size in split_flat_range_into_chunks(shape[1:], begin, end):
+        yield (row_index, *start), (1, *size)
 
 
-def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
+def get_local_chunk_bounds(tensor_items: Sequence[TensorItem]) -> LocalChunks:
     """Return the names and bounds of the tensor chunks that this rank stores, to send them to other ranks."""
-    chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
-    return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+    chunks = [(item.name, *chunk.bounds) for item in tensor_items for chunk in item.chunks]
+    return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in tensor_items}
 
 
-def drop_tensors(local_chunks: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Return the list of a rank's chunks without those of the tensors in ``names``."""
+def exclude_tensors(local_chunks: LocalChunks, tensor_names: Container[str]) -> LocalChunks:
+    """Return the list of a rank's chunks without those of the tensors in ``tensor_names``."""
     chunks, tensors = local_chunks
-    return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
+    return [chunk for chunk in chunks if chunk[0] not in tensor_names], {
+        n: x for n, x in tensors.items() if n not in tensor_names
+    }
 
 
-def assign_chunk_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+def assign_chunks_to_write(tensor_items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Choose one rank to write each tensor element, and return the chunks that this rank must write.
 
     Communicates one gather of all ranks' chunk bounds.
     """
-    return select_chunks_to_write(all_gather_objects(list_local_chunks(items), world), world)
+    return select_chunks_to_write(all_gather_objects(get_local_chunk_bounds(tensor_items), world), world)
 
 
 def select_chunks_to_write(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
@@ -215,13 +217,13 @@ def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, t
     return {name for name, count in numel.items() if count != prod(tensors[name][0])}
 
 
-def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Split the part of ``chunk`` that does not overlap ``others`` into smaller chunks.
+def subtract_chunks(chunk: ChunkBounds, other_chunks: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
+    """Split the part of ``chunk`` that does not overlap ``other_chunks`` into smaller chunks.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in others if (common := intersect_chunks(chunk, other)) is not None), None)
+    found = next((common for other in other_chunks if (common := intersect_chunks(chunk, other)) is not None), None)
     if found is None:
         yield chunk
         return
@@ -230,5 +232,5 @@ def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterat
         for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
             if a < b:
                 box = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
-                yield from subtract_chunks(box, others)
+                yield from subtract_chunks(box, other_chunks)
         start[dim], size[dim] = low, n

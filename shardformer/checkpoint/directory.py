@@ -98,22 +98,22 @@ def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
     is_new = acquire_folder_lock(root, model)
     for path in root.glob(".*"):
         found = parse_temporary_name(path)
-        if found is None or not (STEP_NAME.fullmatch(found.name) or found.name == LATEST):
+        if found is None or not (STEP_NAME.fullmatch(found.target_name) or found.target_name == LATEST):
             continue
         if not (found.owner.is_dead or not found.owner.is_on_this_machine):
             continue  # in use by this process; the lock excludes processes of other hosts
-        if found.kind == SAVING:
+        if found.purpose == SAVING:
             remove_file_or_folder(path)
-        elif found.kind == DROPPED:
-            delete_hidden_folder(path, root / found.name)
+        elif found.purpose == DROPPED:
+            delete_hidden_folder(path, root / found.target_name)
     _SAVED[os.path.realpath(named)] = ref(model)
     return is_new
 
 
-def _is_saved_by_another_model(path: Path, model: nn.Module) -> bool:
-    """Return whether another model in this process saved the checkpoint at ``path``."""
-    saved = _SAVED.get(os.path.realpath(path), lambda: None)
-    goes_on = os.path.realpath(path.parent) in model.__dict__.get(_RESUMED_FROM, ())
+def _is_saved_by_another_model(checkpoint_path: Path, model: nn.Module) -> bool:
+    """Return whether another model in this process saved the checkpoint at ``checkpoint_path``."""
+    saved = _SAVED.get(os.path.realpath(checkpoint_path), lambda: None)
+    goes_on = os.path.realpath(checkpoint_path.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
     if other is None or other is model or goes_on:
         return False
@@ -121,34 +121,34 @@ def _is_saved_by_another_model(path: Path, model: nn.Module) -> bool:
         saving.join()  # its thread keeps a reference to the model
     del other, saving
     gc.collect()  # a deleted model is often in a reference cycle
-    return saved() is not None and path.exists()
+    return saved() is not None and checkpoint_path.exists()
 
 
-def get_model_directories(model: nn.Module) -> set[str]:
+def get_checkpoint_directories(model: nn.Module) -> set[str]:
     """Return the checkpoint directories that the model was saved to or resumed from."""
     own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
-def mark_resumed_from(model: nn.Module, directories: Iterable[str]) -> None:
+def record_resumed_directories(model: nn.Module, directories: Iterable[str]) -> None:
     """Allow the model to replace checkpoints in the directories from which it was resumed."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, directories)}
 
 
-def wait_for_hidden_folder(hidden: Path) -> None:
+def wait_for_hidden_folder(hidden_folder: Path) -> None:
     """Wait until this host sees the folder that rank 0 created. Raises ConfigError if it never appears."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
-    while not hidden.is_dir():
+    while not hidden_folder.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"Host {platform.node()} cannot see the checkpoint directory {hidden.parent} of rank 0.",
+                f"Host {platform.node()} cannot see the checkpoint directory {hidden_folder.parent} of rank 0.",
                 remedy="Save to a directory on a file system that all hosts share.",
             )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.1)
 
 
-def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
+def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, sync_to_disk: bool) -> Path:
     """Rename a complete checkpoint to its final name, and write this name to the file ``latest``.
 
     The checkpoint gets the next save number and replaces an older checkpoint of the same step. Raises OSError, and
@@ -160,9 +160,9 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
         index.number = 1 + max(
             (read_save_number_and_time(each)[0] for each in list_checkpoint_folders(root)), default=0
         )
-        index.write(folder, to_disk=to_disk)
+        index.write(folder, sync_to_disk=sync_to_disk)
         move_user_files(move_into_place(folder, named), named)
-        replace_text_atomically(root / LATEST, f"{named.name}\n", sync_to_disk=to_disk)
+        replace_text_atomically(root / LATEST, f"{named.name}\n", sync_to_disk=sync_to_disk)
     return named
 
 
@@ -237,10 +237,10 @@ def _list_user_files(folder: Path) -> list[Path]:
     ]
 
 
-def move_user_files(source: Path, target: Path) -> None:
-    for path in _list_user_files(source):
-        if not os.path.lexists(target / path.name):
-            path.rename(target / path.name)
+def move_user_files(source_folder: Path, target_folder: Path) -> None:
+    for path in _list_user_files(source_folder):
+        if not os.path.lexists(target_folder / path.name):
+            path.rename(target_folder / path.name)
 
 
 def delete_checkpoint(folder: Path) -> None:
@@ -252,15 +252,15 @@ def delete_checkpoint(folder: Path) -> None:
             delete_hidden_folder(hidden, folder)
 
 
-def delete_hidden_folder(hidden: Path, user_files_folder: Path) -> None:
+def delete_hidden_folder(hidden_folder: Path, user_files_folder: Path) -> None:
     """Move your own files out of a hidden checkpoint folder, and delete the folder."""
-    for path in _list_user_files(hidden):
+    for path in _list_user_files(hidden_folder):
         user_files_folder.mkdir(exist_ok=True)
         path.rename(user_files_folder / path.name)
-    remove_file_or_folder(hidden)
+    remove_file_or_folder(hidden_folder)
 
 
-def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest: Path) -> None:
+def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest_checkpoint: Path) -> None:
     """Delete the old checkpoints that ``retention`` does not keep, and those that were replaced."""
     for left in _list_replaced_folders(root):
         if (root / _get_step_folder_name(left)).exists():
@@ -274,7 +274,7 @@ def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest: P
             retention.every is not None and step is not None and step % retention.every == 0
         )
         is_young = retention.younger_than is not None and now - at < retention.younger_than
-        if place >= retention.last and folder != newest and not is_kept and not is_young:
+        if place >= retention.last and folder != newest_checkpoint and not is_kept and not is_young:
             delete_checkpoint(folder)
 
 

@@ -38,36 +38,36 @@ from shardformer.torch_compat import view_as_bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compute_chunk_checksum(values: Tensor, start: Offsets) -> int:
+def compute_chunk_checksum(chunk_values: Tensor, start: Offsets) -> int:
     """Compute a 64-bit checksum of one chunk, which is added to the checksum of its full tensor."""
-    if values.numel() == 0:
+    if chunk_values.numel() == 0:
         return 0
-    numbers: Any = values.detach().cpu().contiguous()
+    numbers: Any = chunk_values.detach().cpu().contiguous()
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
         start = (*start, 0)
     numbers = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
     factors = [
-        _compute_checksum_factors(dim, first, n)
+        _compute_checksum_weights(dim, first, n)
         for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))
     ]
     with numpy.errstate(over="ignore"):
         return int(_compute_weighted_sum(numbers, factors)) % 2**64
 
 
-def _compute_weighted_sum(numbers: Any, factors: Sequence[Any]) -> Any:
-    if not factors:
-        return numbers.astype(numpy.int64)
-    *outer, last = factors
-    sums = numpy.einsum("ij,j->i", numbers.reshape(-1, len(last)), last)  # converts to int64 in cache-sized blocks
+def _compute_weighted_sum(integers: Any, weights: Sequence[Any]) -> Any:
+    if not weights:
+        return integers.astype(numpy.int64)
+    *outer, last = weights
+    sums = numpy.einsum("ij,j->i", integers.reshape(-1, len(last)), last)  # converts to int64 in cache-sized blocks
     for factor in reversed(outer):
         sums = sums.reshape(-1, len(factor)) @ factor
     return sums.reshape(())
 
 
-def _compute_checksum_factors(dim: int, first: int, count: int) -> Any:
+def _compute_checksum_weights(dim: int, start_index: int, num_indices: int) -> Any:
     """Return an odd factor for each index along ``dim``, which weights the elements in a checksum."""
-    x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
+    x = numpy.arange(start_index + 1, start_index + num_indices + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
@@ -108,8 +108,8 @@ class SavedChunk(NamedTuple):
 
     start: Offsets
     size: Offsets
-    file: int
-    sum: int
+    file_index: int
+    checksum: int
 
 
 @dataclass
@@ -118,7 +118,7 @@ class IndexEntry:
 
     dtype: str
     shape: Offsets
-    boxes: list[SavedChunk] = field(default_factory=list)
+    chunks: list[SavedChunk] = field(default_factory=list)
 
 
 @dataclass
@@ -141,15 +141,15 @@ class CheckpointIndex:
     values: dict[str, Any] = field(default_factory=dict)
     number: int = 0
 
-    def write(self, folder: Path, *, to_disk: bool = True) -> None:
-        """Write the index to a JSON file in ``folder``, and sync the file to the disk if ``to_disk`` is True."""
-        tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
+    def write(self, folder: Path, *, sync_to_disk: bool = True) -> None:
+        """Write the index to a JSON file in ``folder``, and sync the file to the disk if ``sync_to_disk`` is True."""
+        tensors = {name: (entry.dtype, entry.shape, entry.chunks) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
-        head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
+        head = {"sha256": _compute_sha256(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
-        write_new_file(folder / INDEX_FILE, text.encode(), sync_to_disk=to_disk)
-        if to_disk:
-            flush_path_to_disk(folder)
+        write_new_file(folder / INDEX_FILE, text.encode(), sync_to_disk=sync_to_disk)
+        if sync_to_disk:
+            fsync_path(folder)
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
@@ -159,7 +159,7 @@ class CheckpointIndex:
             head, content, _ = path.read_bytes().split(b"\n", 2)
             text = content.decode()
             head_values = json.loads(head + b"0}")
-            found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}
+            found = json.loads(text) if _compute_sha256(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
                 raise make_corruption_error(f"The checkpoint index {path} is damaged: its checksum does not match.")
@@ -177,8 +177,8 @@ class CheckpointIndex:
             ) from error
 
     @classmethod
-    def _from_json_dict(cls, values: dict[str, Any], folder: Path) -> CheckpointIndex:
-        if (version := values.pop("format")) != FORMAT:
+    def _from_json_dict(cls, json_values: dict[str, Any], folder: Path) -> CheckpointIndex:
+        if (version := json_values.pop("format")) != FORMAT:
             raise InputError(
                 f"The checkpoint {folder} has format {version}, but this version of shardformer reads only format "
                 f"{FORMAT}.",
@@ -186,25 +186,29 @@ class CheckpointIndex:
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [decode_saved_chunk(box) for box in boxes])
-            for name, (dtype, shape, boxes) in values.pop("tensors").items()
+            for name, (dtype, shape, boxes) in json_values.pop("tensors").items()
         }
         for name, entry in tensors.items():
             _check_index_entry(name, entry)
-        return cls(tensors=tensors, **values)
+        return cls(tensors=tensors, **json_values)
 
 
-def _check_index_entry(name: str, entry: IndexEntry) -> None:
+def _check_index_entry(tensor_name: str, index_entry: IndexEntry) -> None:
     """Raise ValueError if an index entry has an unknown dtype or an invalid chunk.
 
     Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
     """
-    if entry.dtype not in map(get_dtype_name, DTYPE_NAMES):
-        raise ValueError(f"The checkpoint index lists the tensor {name} with the unknown dtype {entry.dtype!r:.80}.")
-    for box in entry.boxes:
-        numbers = (*entry.shape, *box.start, *box.size, box.file)
-        inside = all(a + n <= size for a, n, size in zip(box.start, box.size, entry.shape, strict=True))
+    if index_entry.dtype not in map(get_dtype_name, DTYPE_NAMES):
+        raise ValueError(
+            f"The checkpoint index lists the tensor {tensor_name} with the unknown dtype {index_entry.dtype!r:.80}."
+        )
+    for box in index_entry.chunks:
+        numbers = (*index_entry.shape, *box.start, *box.size, box.file_index)
+        inside = all(a + n <= size for a, n, size in zip(box.start, box.size, index_entry.shape, strict=True))
         if not all(type(n) is int and n >= 0 for n in numbers) or not inside:
-            raise ValueError(f"The checkpoint index lists an invalid chunk of the tensor {name}: {tuple(box)!r:.200}.")
+            raise ValueError(
+                f"The checkpoint index lists an invalid chunk of the tensor {tensor_name}: {tuple(box)!r:.200}."
+            )
 
 
 def read_save_number_and_time(folder: Path) -> tuple[int, float]:
@@ -217,17 +221,17 @@ def read_save_number_and_time(folder: Path) -> tuple[int, float]:
         return 0, 0.0
 
 
-def decode_saved_chunk(values: Sequence[Any]) -> SavedChunk:
+def decode_saved_chunk(json_values: Sequence[Any]) -> SavedChunk:
     """Create a ``SavedChunk`` from its JSON representation in the index."""
-    start, size, file, total = values
+    start, size, file, total = json_values
     return SavedChunk(tuple(start), tuple(size), file, total)
 
 
-def _sha256(text: str) -> str:
+def _compute_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def flush_path_to_disk(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -246,9 +250,9 @@ def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def get_chunk_key(name: str, start: Offsets) -> str:
+def get_chunk_key(tensor_name: str, start: Offsets) -> str:
     """Return the key under which a safetensors file stores a chunk of a tensor, such as ``weight@0,128``."""
-    return f"{name}@{','.join(map(str, start))}"
+    return f"{tensor_name}@{','.join(map(str, start))}"
 
 
 class TensorToWrite(NamedTuple):
@@ -266,11 +270,15 @@ def get_safetensors_dtype_and_shape(dtype: torch.dtype, shape: Offsets) -> tuple
 
 
 def write_safetensors_file(
-    path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
+    path: Path,
+    tensors: Sequence[TensorToWrite],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sync_to_disk: bool = True,
 ) -> None:
     """Write tensors to a new safetensors file, loading one tensor at a time.
 
-    Syncs the file to the disk if ``to_disk`` is True. Raises OSError, for example if the file exists.
+    Syncs the file to the disk if ``sync_to_disk`` is True. Raises OSError, for example if the file exists.
     """
     found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
@@ -288,11 +296,11 @@ def write_safetensors_file(
             if values.numel():
                 data: Any = view_as_bytes(values).numpy()
                 write_all_bytes(file, data)
-        if to_disk:
+        if sync_to_disk:
             os.fsync(file.fileno())
 
 
-def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
+def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, sync_to_disk: bool) -> list[int]:
     """Write tensor chunks to a safetensors file, and return their checksums.
 
     ``chunks`` contains the (name, start, values) of each chunk. Copies one chunk at a time to the host.
@@ -310,24 +318,24 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, t
             TensorToWrite(get_chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
             for n, start, x in chunks
         ],
-        to_disk=to_disk,
+        sync_to_disk=sync_to_disk,
     )
     return sums
 
 
-def check_dtype_can_be_saved(name: str, dtype: torch.dtype) -> None:
+def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
         supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
-            f"{name} has dtype {dtype}, which a checkpoint cannot store.",
+            f"{tensor_name} has dtype {dtype}, which a checkpoint cannot store.",
             remedy=f"Convert it to one of the supported dtypes before you save: {supported_dtypes}.",
         )
 
 
-def find_overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
+def find_overlapping_chunks(index_entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
     """Yield each saved chunk of a tensor that overlaps ``chunk``, as its number and the overlap."""
-    for number, box in enumerate(entry.boxes):
+    for number, box in enumerate(index_entry.chunks):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
 
@@ -337,22 +345,22 @@ KIND, MOST = "$", 2**12
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
-def encode_json_value(value: Any, location: str) -> Any:
+def encode_json_value(value: Any, value_location: str) -> Any:
     """Convert a Python value to JSON, and raise InputError if its type is not supported.
 
-    ``location`` is the name of the value in the error message.
+    ``value_location`` is the name of the value in the error message.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
-        return [encode_json_value(each, f"{location}[{i}]") for i, each in enumerate(value)]
+        return [encode_json_value(each, f"{value_location}[{i}]") for i, each in enumerate(value)]
     for kind, of in _SEQUENCES.items():
         if type(value) is of or (kind == "tuple" and isinstance(value, (tuple, torch.Size))):
-            entries = [encode_json_value(each, f"{location}[{i}]") for i, each in enumerate(value)]
+            entries = [encode_json_value(each, f"{value_location}[{i}]") for i, each in enumerate(value)]
             return {KIND: kind, "of": sorted(entries, key=repr) if kind == "set" else entries}
     if type(value) in (dict, Counter, OrderedDict, defaultdict):
         pairs = [
-            (encode_json_value(k, f"a key of {location}"), encode_json_value(v, f"{location}[{k!r}]"))
+            (encode_json_value(k, f"a key of {value_location}"), encode_json_value(v, f"{value_location}[{k!r}]"))
             for k, v in value.items()
         ]
         if type(value) is Counter or KIND in value or not all(type(k) is str for k in value):
@@ -367,17 +375,26 @@ def encode_json_value(value: Any, location: str) -> Any:
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
-        f"{location} is a {type_name}, which cannot be saved in a checkpoint.",
+        f"{value_location} is a {type_name}, which cannot be saved in a checkpoint.",
         remedy=f"Pass its state_dict(), or numbers, strings, tensors or arrays with up to {MOST} elements, or lists, "
         "tuples, sets or dictionaries of these.",
     )
 
 
-def find_json_differences(one: Any, other: Any, path: str) -> list[str]:
+def find_json_differences(first_value: Any, second_value: Any, json_path: str) -> list[str]:
     """Compare two JSON values, and return the paths at which they differ."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() and KIND not in one:
-        return [name for key in one for name in find_json_differences(one[key], other[key], f"{path}[{key!r}]")]
-    return [path] if repr(one) != repr(other) else []
+    if (
+        isinstance(first_value, dict)
+        and isinstance(second_value, dict)
+        and first_value.keys() == second_value.keys()
+        and KIND not in first_value
+    ):
+        return [
+            name
+            for key in first_value
+            for name in find_json_differences(first_value[key], second_value[key], f"{json_path}[{key!r}]")
+        ]
+    return [json_path] if repr(first_value) != repr(second_value) else []
 
 
 def decode_json_value(value: Any) -> Any:
@@ -398,9 +415,9 @@ def decode_json_value(value: Any) -> Any:
         return numpy.array(of, dtype=value["dtype"])[()]
     if kind == "dtype":
         return getattr(torch, of)
-    pairs = {_to_hashable(decode_json_value(k)): decode_json_value(v) for k, v in of}
+    pairs = {_to_hashable_key(decode_json_value(k)): decode_json_value(v) for k, v in of}
     return Counter(pairs) if kind == "Counter" else pairs
 
 
-def _to_hashable(key: Any) -> Any:
+def _to_hashable_key(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, TensorItem, assign_chunk_writes
+from shardformer.checkpoint.chunks import ChunkBounds, LocalTensorRegion, TensorItem, assign_chunks_to_write
 from shardformer.checkpoint.file_format import HEADER_BYTES, CheckpointIndex, SavedChunk, make_corruption_error
 from shardformer.checkpoint.training_state import (
     EXTRA_STATE,
@@ -31,12 +31,12 @@ from shardformer.checkpoint.training_state import (
     WEIGHTS,
     ModelTensors,
     OptimizerStates,
-    as_object_list,
+    as_list,
     collect_optimizer_states,
     get_buffer_key,
-    get_random_state_key,
-    get_random_state_tensors,
-    set_random_state_tensors,
+    get_rng_state_key,
+    get_rng_state_tensors,
+    set_rng_state_tensors,
 )
 from shardformer.comm.collective_call import run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
@@ -45,7 +45,7 @@ from shardformer.filesystem import to_absolute_path
 from shardformer.mesh.parallel_context import Axis
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
-from shardformer.zero.optimizer_state_view import rollback_on_error
+from shardformer.zero.optimizer_state_view import rollback_optimizers_on_error
 
 LONG = 2**16
 """Contiguous ranges of at least this many bytes are read separately, shorter ones through memory-mapped files."""
@@ -60,16 +60,16 @@ class ChunkReader:
         self._files: dict[int, _ShardFile] = {}
         self.num_bytes = 0
 
-    def read_chunk_part(self, name: str, saved_chunk: SavedChunk, bounds: ChunkBounds, out: Tensor) -> None:
+    def read_chunk_part(self, tensor_name: str, saved_chunk: SavedChunk, bounds: ChunkBounds, out: Tensor) -> None:
         """Read the part of a saved chunk within ``bounds`` into ``out``. Raises CorruptCheckpointError."""
         path, key = (
-            self._folder / file_format.get_rank_file_name(saved_chunk.file),
-            file_format.get_chunk_key(name, saved_chunk.start),
+            self._folder / file_format.get_rank_file_name(saved_chunk.file_index),
+            file_format.get_chunk_key(tensor_name, saved_chunk.start),
         )
         try:
-            if saved_chunk.file not in self._files:
-                self._files[saved_chunk.file] = _ShardFile(path)
-            self._files[saved_chunk.file].read_chunk_part(key, saved_chunk, bounds[0], out)
+            if saved_chunk.file_index not in self._files:
+                self._files[saved_chunk.file_index] = _ShardFile(path)
+            self._files[saved_chunk.file_index].read_chunk_part(key, saved_chunk, bounds[0], out)
         except FileNotFoundError:
             raise make_corruption_error(f"The checkpoint file {path} is missing.") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -103,12 +103,12 @@ class _ShardFile:
         self._data_offset = HEADER_BYTES + length
         self._mapped: Tensor | None = None
 
-    def read_chunk_part(self, key: str, saved_chunk: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
+    def read_chunk_part(self, tensor_key: str, saved_chunk: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
         """Read the part of a saved chunk that begins at ``start`` in the full tensor into ``out``.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
-        entry = self._header[key]
+        entry = self._header[tensor_key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
         expected = (
@@ -117,7 +117,7 @@ class _ShardFile:
         )
         if found != expected or low < 0:
             raise ValueError(
-                f"{key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
+                f"{tensor_key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
             )
         offset = self._data_offset + int(low)
         start = tuple(a - o for a, o in zip(start, saved_chunk.start, strict=True))
@@ -142,12 +142,12 @@ class _ShardFile:
         if target is not out:
             out.copy_(target)
 
-    def _read_into_buffer(self, data: Any, offset: int) -> None:
-        while len(data):
-            count = os.preadv(self.descriptor, [data], offset)
+    def _read_into_buffer(self, buffer: Any, offset: int) -> None:
+        while len(buffer):
+            count = os.preadv(self.descriptor, [buffer], offset)
             if count == 0:
                 raise ValueError("The file is truncated.")
-            data, offset = data[count:], offset + count
+            buffer, offset = buffer[count:], offset + count
 
     def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved_chunk: SavedChunk) -> Tensor:
         """Read many short rows through a memory-mapped file, so that only the required pages are loaded."""
@@ -162,7 +162,7 @@ class _ShardFile:
         return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(out.dtype)
 
 
-def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
+def read_tensor_items(folder: Path, index: CheckpointIndex, tensor_items: Sequence[TensorItem], world: Axis) -> int:
     """Read this rank's shards of all tensors from a checkpoint, and verify the checksums of the tensors.
 
     Returns the number of bytes read. Each rank reads only its own chunks. For each element, one rank adds its
@@ -171,14 +171,14 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[Tens
 
     Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
-    rows = _assign_chunk_numbers(index, items, world)
-    assigned = assign_chunk_writes([item for item in items if item.is_checked], world)
+    rows = _number_saved_chunks(index, tensor_items, world)
+    assigned = assign_chunks_to_write([item for item in tensor_items if item.is_checked], world)
     sums = torch.zeros(len(rows), 2, dtype=torch.int64)
     reader = ChunkReader(folder)
 
-    def read() -> None:
-        for item in items:
-            saved = index.tensors[item.name].boxes
+    def read_local_items() -> None:
+        for item in tensor_items:
+            saved = index.tensors[item.name].chunks
             for chunk in item.chunks:
                 count = 0
                 for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], chunk.bounds):
@@ -199,29 +199,29 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, items: Sequence[Tens
                         row[1] += prod(bounds[1])
 
     try:
-        run_on_all_ranks(read, world, f"Reading {folder}")
+        run_on_all_ranks(read_local_items, world, f"Reading {folder}")
     finally:
         reader.close()
     sums = all_reduce(sums, world, purpose="setup")
     for (name, number), (total, count) in zip(rows, sums.tolist(), strict=True):
-        box = index.tensors[name].boxes[number]
-        chunk = f"the chunk of {name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file)}"
+        box = index.tensors[name].chunks[number]
+        chunk = f"the chunk of {name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file_index)}"
         if count != (expected := prod(box.size)):
             raise make_corruption_error(f"Read {count} elements of {chunk}, but expected {expected}.")
-        if total % BITS != box.sum:
+        if total % BITS != box.checksum:
             raise make_corruption_error(f"The checksum of {chunk} does not match its contents.")
     return reader.num_bytes
 
 
-def _assign_chunk_numbers(
-    index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
+def _number_saved_chunks(
+    index: CheckpointIndex, tensor_items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
     """Number the saved chunks of all tensors that any rank loads, identically on every rank."""
-    local = {item.name for item in items}
+    local = {item.name for item in tensor_items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
     names = [name for name, flag in zip(index.tensors, is_read.tolist(), strict=True) if flag]
-    keys = [(name, number) for name in names for number in range(len(index.tensors[name].boxes))]
+    keys = [(name, number) for name in names for number in range(len(index.tensors[name].chunks))]
     return {key: row for row, key in enumerate(keys)}
 
 
@@ -236,37 +236,37 @@ class LoadPlan:
     def __init__(
         self,
         index: CheckpointIndex,
-        where: object,
-        tensors: ModelTensors,
-        optimizers: Sequence[OptimizerStates],
+        checkpoint_name: object,
+        model_tensors: ModelTensors,
+        optimizer_states: Sequence[OptimizerStates],
         schedulers: Sequence[Any] = (),
     ) -> None:
-        self.index, self._where, self._tensors = index, where, tensors
+        self.index, self._where, self._tensors = index, checkpoint_name, model_tensors
         self.items: list[TensorItem] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> (name of the saved tensor, buffer)
-        self._schedulers, self._has_optimizer = schedulers, bool(optimizers)
-        self._optimizers = [each.optimizer for each in optimizers]
+        self._schedulers, self._has_optimizer = schedulers, bool(optimizer_states)
+        self._optimizers = [each.optimizer for each in optimizer_states]
         self._load_states: list[Callable[[], object]] = []  # code of optimizers, which may fail
         self._copy_values: list[Callable[[], object]] = []
-        self._has_same_data_axis = index.sizes.get("data", 1) == tensors.axis_sizes.get("data", 1)
+        self._has_same_data_axis = index.sizes.get("data", 1) == model_tensors.axis_sizes.get("data", 1)
         self.has_random = self._has_optimizer and self._has_same_data_axis
-        self._kind, self._saved_kind = type(tensors.model).__name__, index.values["model"]
+        self._kind, self._saved_kind = type(model_tensors.model).__name__, index.values["model"]
         self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
 
-        def plan() -> None:
+        def build_plan() -> None:
             self._check_model_tensors()
             self._add_model_tensors()
-            self._add_optimizer_states(optimizers)
+            self._add_optimizer_states(optimizer_states)
             self._check_schedulers()
             if self.has_random:
-                self._add_random_states()
+                self._add_rng_states()
 
-        run_on_all_ranks(plan, tensors.world, f"Loading {where}")
+        run_on_all_ranks(build_plan, model_tensors.world, f"Loading {checkpoint_name}")
         self._check_no_unused_weights()
 
-    def _add_tensor_to_read(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        memory = region.allocate_buffer(getattr(torch, self.index.tensors[name].dtype))
-        self.items.append(replace(region.make_tensor_item(name, memory), is_checked=is_checked))
+    def _add_tensor_to_read(self, tensor_name: str, region: LocalTensorRegion, *, is_checked: bool = True) -> Tensor:
+        memory = region.allocate_buffer(getattr(torch, self.index.tensors[tensor_name].dtype))
+        self.items.append(replace(region.make_tensor_item(tensor_name, memory), is_checked=is_checked))
         return memory
 
     # --- the model
@@ -308,25 +308,28 @@ class LoadPlan:
                 self._values[name] = source, self._add_tensor_to_read(source, self._tensors.get_local_region(tensor))
                 self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
-        for shard in self._tensors.iterate_zero_shards():
+        for shard in self._tensors.iter_zero_shards():
             for piece in shard.slices:
                 if shard.full is None or shard.has_masters or shard.rounded is not None:
-                    self._add_zero_slice(shard, piece, is_trained=id(shard) in trained)
+                    self._add_zero_param_slice(shard, piece, is_trained=id(shard) in trained)
 
-    def _choose_weight_source(self, name: str, dtype: torch.dtype) -> str:
+    def _choose_weight_source(self, param_name: str, dtype: torch.dtype) -> str:
         """Choose whether to load a parameter from its saved weights or from its saved master weights.
 
         Master weights are chosen if ``dtype`` is wider than the dtype of the saved weights.
         """
-        master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
+        master, saved_dtype = f"{MASTER_WEIGHTS}/{param_name}", getattr(torch, self._saved[param_name].dtype)
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
-        return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
+        return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{param_name}"
 
-    def _add_zero_slice(self, shard: FlatShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
-        name, region = self._tensors.get_slice_param_name(param_slice), self._tensors.get_slice_region(param_slice)
+    def _add_zero_param_slice(self, shard: FlatShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
+        name, region = (
+            self._tensors.get_slice_param_name(param_slice),
+            self._tensors.get_param_slice_region(param_slice),
+        )
         source = self._choose_weight_source(name, shard.wide_dtype if is_trained else shard.dtype)
         read, values = self._values.get(name, ("", None))
-        if read == source and values is not None and not param_slice.gradient.is_shared:
+        if read == source and values is not None and not param_slice.grad_slot.is_shared:
             memory = values.reshape(-1)[param_slice.param_range]
         else:
             memory = self._add_tensor_to_read(source, region, is_checked=read != source)
@@ -345,23 +348,23 @@ class LoadPlan:
 
     # --- optimizers, schedulers, random states
 
-    def _add_optimizer_states(self, optimizers: Sequence[OptimizerStates]) -> None:
+    def _add_optimizer_states(self, optimizer_states: Sequence[OptimizerStates]) -> None:
         saved = self.index.values["optimizers"]
-        if optimizers and len(saved) != len(optimizers):
+        if optimizer_states and len(saved) != len(optimizer_states):
             raise ConfigError(
-                f"optimizer= has {len(optimizers)} optimizers, but {self._where} was saved with {len(saved)}.",
+                f"optimizer= has {len(optimizer_states)} optimizers, but {self._where} was saved with {len(saved)}.",
                 remedy="Create the optimizers as in the saved run, or omit optimizer= to load only the weights.",
             )
         has_saved_dtypes = all(
             getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
         )
-        for each, values in zip(optimizers, saved if optimizers else (), strict=True):
+        for each, values in zip(optimizer_states, saved if optimizer_states else (), strict=True):
             each.check_saved_state(values)
             read = [
                 (slot, key, self._add_tensor_to_read(name, region))
-                for slot, key, name, region in each.find_saved_states(self.index)
+                for slot, key, name, region in each.iter_saved_states(self.index)
             ]
-            self._load_states.append(partial(each.load_saved_state, values, read, exact=has_saved_dtypes))
+            self._load_states.append(partial(each.load_saved_state, values, read, keep_saved_dtype=has_saved_dtypes))
 
     def _check_schedulers(self) -> None:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
@@ -373,7 +376,7 @@ class LoadPlan:
                 remedy="Pass the same schedulers as to save_checkpoint, or omit scheduler=.",
             )
 
-    def _add_random_states(self) -> None:
+    def _add_rng_states(self) -> None:
         """Prepare to restore the random states of the saved rank with the same mesh coordinates.
 
         Under another layout, the states of the first rank with the same data rank are restored.
@@ -384,12 +387,12 @@ class LoadPlan:
         same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
         rank = (same_place or same_data)[0]
         memory = {}
-        for name in get_random_state_tensors(self._tensors.device)[0]:
-            key = get_random_state_key(rank, name)
+        for name in get_rng_state_tensors(self._tensors.device)[0]:
+            key = get_rng_state_key(rank, name)
             if key in self.index.tensors:
-                memory[name] = self._add_tensor_to_read(key, FlatRegion(self.index.tensors[key].shape, None, {}))
+                memory[name] = self._add_tensor_to_read(key, LocalTensorRegion(self.index.tensors[key].shape, None, {}))
         numbers = self.index.values["random"][rank]
-        self._copy_values.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
+        self._copy_values.append(lambda: set_rng_state_tensors(memory, numbers, self._tensors.device))
 
     # --- after reading
 
@@ -403,7 +406,10 @@ class LoadPlan:
         """
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
-            with rollback_on_error(self._optimizers, self._schedulers), self._restore_extra_states_on_error():
+            with (
+                rollback_optimizers_on_error(self._optimizers, self._schedulers),
+                self._restore_extra_states_on_error(),
+            ):
                 run_on_all_ranks(
                     lambda: self._load_optimizer_and_extra_states(on_loaded),
                     self._tensors.world,
@@ -421,20 +427,20 @@ class LoadPlan:
         for load_states in self._load_states:
             load_states()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            self._get_module_of_extra_state(name).set_extra_state(
+            self._get_extra_state_module(name).set_extra_state(
                 file_format.decode_json_value(values["extra_states"][name])
             )
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(file_format.decode_json_value(saved["state"]))
         on_loaded()
 
-    def _get_module_of_extra_state(self, extra_state_name: str) -> nn.Module:
+    def _get_extra_state_module(self, extra_state_name: str) -> nn.Module:
         return self._tensors.model.get_submodule(extra_state_name.removesuffix(EXTRA_STATE).removesuffix("."))
 
     @contextmanager
     def _restore_extra_states_on_error(self) -> Iterator[None]:
         before = {
-            name: copy.deepcopy(self._get_module_of_extra_state(name).get_extra_state())
+            name: copy.deepcopy(self._get_extra_state_module(name).get_extra_state())
             for name in self._tensors.extra_states
         }
         try:
@@ -442,7 +448,7 @@ class LoadPlan:
         except BaseException:
             for name, state in before.items():
                 with suppress(Exception):  # set_extra_state itself may have failed before
-                    self._get_module_of_extra_state(name).set_extra_state(state)
+                    self._get_extra_state_module(name).set_extra_state(state)
             raise
 
 
@@ -495,7 +501,7 @@ def load_checkpoint(
 
 
 def load_checkpoint_with_callback(
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -514,15 +520,15 @@ def load_checkpoint_with_callback(
     states = run_on_all_ranks(lambda: collect_optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = run_on_first_rank(
-        lambda: [str(each) for each in checkpoint_directory.find_checkpoints(to_absolute_path(folder))],
+        lambda: [str(each) for each in checkpoint_directory.find_checkpoints(to_absolute_path(directory))],
         tensors.world,
-        f"Loading {folder}",
+        f"Loading {directory}",
     )
     for number, name in enumerate(found):
         try:
             loaded = Path(name)
             index = run_on_all_ranks(partial(CheckpointIndex.read, loaded), tensors.world, f"Loading {loaded}")
-            loading = LoadPlan(index, loaded, tensors, states, as_object_list(scheduler))
+            loading = LoadPlan(index, loaded, tensors, states, as_list(scheduler))
             num_bytes = read_tensor_items(loaded, index, loading.items, tensors.world)
             break
         except file_format.CorruptCheckpointError as error:
@@ -532,5 +538,5 @@ def load_checkpoint_with_callback(
     extra = file_format.decode_json_value(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(on_loaded, made))
-    checkpoint_directory.mark_resumed_from(tensors.model, [str(loaded.parent)])
+    checkpoint_directory.record_resumed_directories(tensors.model, [str(loaded.parent)])
     return made

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.chunks import FlatRegion
+from shardformer.checkpoint.chunks import LocalTensorRegion
 from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value, encode_json_value
 from shardformer.checkpoint.load import ChunkReader
 from shardformer.checkpoint.save import prepare_save
@@ -38,7 +38,7 @@ Groups = list[list[str]]
 FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the optimizer state"
 
 
-def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
+def gather_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
     """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
 
     The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
@@ -55,9 +55,9 @@ def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: 
         snapshot = job.snapshot
         snapshot.entries = {name: entry for name, entry in snapshot.entries.items() if name.startswith(PREFIX)}
         snapshot.chunks = [chunk for chunk in snapshot.chunks if chunk[0].startswith(PREFIX)]
-        path = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=False))
+        path = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=False))
 
-    def read() -> Any:
+    def read_state_dict() -> Any:
         if tensors.world.rank > 0:
             return None
         try:
@@ -66,31 +66,32 @@ def get_full_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: 
             release_folder_lock(place, tensors.model)
             remove_file_or_folder(place)
 
-    return run_on_all_ranks(read, tensors.world, f"Saving the optimizer into {directory}")
+    return run_on_all_ranks(read_state_dict, tensors.world, f"Saving the optimizer into {directory}")
 
 
-def _read_optimizer_state_dict(path: Path, groups: Groups) -> dict[str, Any]:
-    index = CheckpointIndex.read(path)
+def _read_optimizer_state_dict(checkpoint_path: Path, param_names_by_group: Groups) -> dict[str, Any]:
+    index = CheckpointIndex.read(checkpoint_path)
     values = index.values["optimizers"][0]
-    numbers = {name: number for number, name in enumerate(name for names in groups for name in names)}
+    numbers = {name: number for number, name in enumerate(name for names in param_names_by_group for name in names)}
     state: dict[int, dict[str, Any]] = {}
     for name, scalars in values["scalars"].items():
         state[numbers[name]] = {key: decode_json_value(value) for key, value in scalars.items()}
-    with closing(ChunkReader(path)) as reader:
+    with closing(ChunkReader(checkpoint_path)) as reader:
         for full_name, entry in index.tensors.items():
             _, key, name = full_name.split("/", 2)
             full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            for box in entry.boxes:
+            for box in entry.chunks:
                 reader.read_chunk_part(full_name, box, (box.start, box.size), full[_make_slices(box.start, box.size)])
             state.setdefault(numbers[name], {})[unquote(key)] = full
     options = [{key: decode_json_value(value) for key, value in each["options"].items()} for each in values["groups"]]
     param_groups = [
-        {**each, "params": [numbers[name] for name in names]} for each, names in zip(options, groups, strict=True)
+        {**each, "params": [numbers[name] for name in names]}
+        for each, names in zip(options, param_names_by_group, strict=True)
     ]
     return {"state": dict(sorted(state.items())), "param_groups": param_groups}
 
 
-def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the optimizer state dict of an unsharded model into the optimizer of a sharded model.
 
     All ranks must call this function with the same state dict. Each rank keeps its shard. Communicates the names of the
@@ -102,30 +103,32 @@ def load_full_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict
     tensors = ModelTensors(model)
     states, groups = _collect_states_and_param_groups(optimizer, tensors)
 
-    def load() -> None:
+    def load_on_all_ranks() -> None:
         saved, tensors_of = _split_optimizer_state(state_dict, groups, states.kind)
-        states.load_saved_state(saved, list(_iterate_local_states(states, tensors_of)), exact=True)
+        states.load_saved_state(saved, list(_iter_local_state_tensors(states, tensors_of)), keep_saved_dtype=True)
 
     with tensors.zero.writable_state() if tensors.zero is not None else nullcontext():
-        run_on_all_ranks(load, tensors.world, WHAT)
+        run_on_all_ranks(load_on_all_ranks, tensors.world, WHAT)
 
 
-def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
+def _collect_states_and_param_groups(
+    optimizer: Optimizer, model_tensors: ModelTensors
+) -> tuple[OptimizerStates, Groups]:
     """Return an optimizer's state and the parameter names of each parameter group."""
 
-    def collect() -> tuple[OptimizerStates, Groups]:
-        found = collect_optimizer_states(optimizer, tensors)
+    def collect_local_states() -> tuple[OptimizerStates, Groups]:
+        found = collect_optimizer_states(optimizer, model_tensors)
         if len(found) != 1:
             raise ConfigError(
                 f"Cannot use one state dict for {len(found)} optimizers.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
-            groups = [[tensors.get_name(p) or "" for p in params] for params in optimizer.model_params]
+            groups = [[model_tensors.get_tensor_name(p) or "" for p in params] for params in optimizer.model_params]
         else:
             groups = [[slot.name for slot in slots] for slots in found[0].groups]
-        names = list(tensors.tensors)
-        if tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
+        names = list(model_tensors.tensors)
+        if model_tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
             kind = found[0].kind
             raise ConfigError(
                 f"The parameters of {kind} are not in the order of model.parameters(), which pipeline parallelism "
@@ -134,23 +137,23 @@ def _collect_states_and_param_groups(optimizer: Optimizer, tensors: ModelTensors
             )
         return found[0], groups
 
-    states, own = run_on_all_ranks(collect, tensors.world, WHAT)
-    ranks = all_gather_objects(own, tensors.world)
+    states, own = run_on_all_ranks(collect_local_states, model_tensors.world, WHAT)
+    ranks = all_gather_objects(own, model_tensors.world)
     merged = [
         list(dict.fromkeys(name for group in of_ranks for name in group)) for of_ranks in zip(*ranks, strict=True)
     ]
-    if tensors.has_pipeline_stages:
-        order = {name: number for number, name in enumerate(tensors.plain_names)}
+    if model_tensors.has_pipeline_stages:
+        order = {name: number for number, name in enumerate(model_tensors.plain_names)}
         merged = [sorted(group, key=order.__getitem__) for group in merged]
     return states, merged
 
 
 def _split_optimizer_state(
-    state_dict: Mapping[str, Any], groups: Groups, optimizer_name: str
+    state_dict: Mapping[str, Any], param_names_by_group: Groups, optimizer_name: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Split an optimizer's state dict into plain values and the state tensors of each parameter."""
     passed = [len(group["params"]) for group in state_dict["param_groups"]]
-    if passed != (expected := [len(names) for names in groups]):
+    if passed != (expected := [len(names) for names in param_names_by_group]):
         raise ConfigError(
             f"The parameter groups of the state dict have {passed} parameters, but those of {optimizer_name} have "
             f"{expected}.",
@@ -159,7 +162,7 @@ def _split_optimizer_state(
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     saved = []
-    for group, names in zip(state_dict["param_groups"], groups, strict=True):
+    for group, names in zip(state_dict["param_groups"], param_names_by_group, strict=True):
         options = {
             key: encode_json_value(value, f"{optimizer_name}: {key!r}")
             for key, value in group.items()
@@ -175,24 +178,24 @@ def _split_optimizer_state(
     return {"groups": saved, "scalars": scalars}, tensors
 
 
-def _iterate_local_states(
-    states: OptimizerStates, tensors_by_param: Mapping[str, Mapping[str, Tensor]]
+def _iter_local_state_tensors(
+    optimizer_states: OptimizerStates, tensors_by_param: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
     """Yield this rank's shard of each optimizer state tensor."""
-    for slot in states.get_optimizer_tensors():
+    for slot in optimizer_states.iter_optimizer_tensors():
         for key, full in tensors_by_param.get(slot.name, {}).items():
-            yield slot, key, _copy_local_part(full, states.get_state_region(key, tuple(full.shape), slot))
+            yield slot, key, _copy_local_region(full, optimizer_states.get_state_region(key, tuple(full.shape), slot))
 
 
-def _copy_local_part(full: Tensor, region: FlatRegion) -> Tensor:
-    memory = region.allocate_buffer(full.dtype)
+def _copy_local_region(full_tensor: Tensor, region: LocalTensorRegion) -> Tensor:
+    memory = region.allocate_buffer(full_tensor.dtype)
     for chunk in region.split_into_chunks(memory):
-        chunk.values.copy_(full[_make_slices(*chunk.bounds)])
+        chunk.values.copy_(full_tensor[_make_slices(*chunk.bounds)])
     return memory
 
 
 @torch.no_grad()
-def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def load_full_state_dict_into_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Load the state dict of the unsharded model into a model that is sharded with ZeRO stage 3.
 
     All ranks must call this function with the same state dict. Each rank keeps its shard. Communicates the same as
@@ -210,12 +213,12 @@ def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tu
     with tensors.zero.writable_state():
         for x in tensors.tensors.values():
             if id(x) in full and id(x) not in tensors.gathered_param_ids:
-                x.detach().copy_(_copy_local_part(full[id(x)], tensors.get_local_region(x)))
-        for shard in tensors.iterate_zero_shards():
+                x.detach().copy_(_copy_local_region(full[id(x)], tensors.get_local_region(x)))
+        for shard in tensors.iter_zero_shards():
             for piece in shard.slices:
-                if (value := full.get(id(piece.gradient.param))) is None:
+                if (value := full.get(id(piece.grad_slot.param))) is None:
                     continue
-                local = _copy_local_part(value, tensors.get_slice_region(piece))
+                local = _copy_local_region(value, tensors.get_param_slice_region(piece))
                 if id(shard) in trained:
                     piece.value.copy_(local.view(piece.value.shape))
                 if id(shard) not in trained or not shard.has_masters or shard.rounded is not None:

@@ -29,11 +29,11 @@ from shardformer.checkpoint.chunks import (
     ChunkBounds,
     LocalChunk,
     TensorItem,
-    flat_range_to_chunks,
     intersect_chunks,
+    split_flat_range_into_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.directory import get_model_directories, mark_resumed_from
+from shardformer.checkpoint.directory import get_checkpoint_directories, record_resumed_directories
 from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, get_dtype_name
 from shardformer.checkpoint.load import LoadPlan
 from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_training_state
@@ -61,14 +61,14 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """A chunk of a tensor that rank ``source`` sends to rank ``target``, or copies locally if both are the same."""
+    """A chunk of a tensor that ``source_rank`` sends to ``target_rank``, or copies locally if both are equal."""
 
     name: str
     start: Offsets
     size: Offsets
     dtype: torch.dtype
-    source: int
-    target: int
+    source_rank: int
+    target_rank: int
 
     @property
     def num_bytes(self) -> int:
@@ -95,14 +95,14 @@ class TensorItemMetadata(NamedTuple):
 class StoredAndRequestedTensors(NamedTuple):
     """The tensors that one rank stores, and those that it needs to receive."""
 
-    have: list[TensorItemMetadata]
-    want: list[TensorItemMetadata]
-    uses_gpu: bool = False
+    stored: list[TensorItemMetadata]
+    requested: list[TensorItemMetadata]
+    is_on_gpu: bool = False
 
 
-def redistribute_items(
-    available: Sequence[TensorItem],
-    requested: Sequence[TensorItem],
+def redistribute_tensor_items(
+    stored_items: Sequence[TensorItem],
+    requested_items: Sequence[TensorItem],
     world: Axis,
     *,
     max_message_bytes: int = TRANSFER_BYTES,
@@ -111,14 +111,16 @@ def redistribute_items(
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
-    a rank lists an element several times in ``available`` or ``requested``, the copy in the widest dtype is used.
+    a rank lists an element several times in ``stored_items`` or ``requested_items``, the copy in the widest dtype is
+    used.
 
     Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most
     ``max_message_bytes``. Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
 
     Args:
-        available: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
-        requested: this rank's target chunks, which are overwritten and must not share memory with ``available``.
+        stored_items: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
+        requested_items: this rank's target chunks, which are overwritten and must not share memory with
+            ``stored_items``.
         max_message_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
     Raises:
@@ -126,30 +128,37 @@ def redistribute_items(
             All ranks raise before anything is written.
     """
     gpu = next(
-        (chunk.values.device for item in (*available, *requested) for chunk in item.chunks if chunk.values.is_cuda),
+        (
+            chunk.values.device
+            for item in (*stored_items, *requested_items)
+            for chunk in item.chunks
+            if chunk.values.is_cuda
+        ),
         None,
     )
     listing = StoredAndRequestedTensors(
-        [*map(TensorItemMetadata.from_item, available)],
-        [*map(TensorItemMetadata.from_item, requested)],
+        [*map(TensorItemMetadata.from_item, stored_items)],
+        [*map(TensorItemMetadata.from_item, requested_items)],
         gpu is not None,
     )
     listings: list[StoredAndRequestedTensors] = all_gather_objects(listing, world)
     outgoing: list[TransferBatch] = [[] for _ in listings]
     incoming: list[TransferBatch] = [[] for _ in listings]
     for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
-        if send.source == world.rank:
-            outgoing[send.target].append(send)
-        elif send.target == world.rank:
-            incoming[send.source].append(send)
+        if send.source_rank == world.rank:
+            outgoing[send.target_rank].append(send)
+        elif send.target_rank == world.rank:
+            incoming[send.source_rank].append(send)
     copies, outgoing[world.rank] = outgoing[world.rank], []
-    memory = _LocalChunks(available, requested)
+    memory = _LocalChunks(stored_items, requested_items)
     with torch.no_grad():
         for send in copies:
             memory.write_chunk(send, memory.read_chunk(send))
         if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
-            on_gpu = any(each.uses_gpu for each in listings) and world.transport.serializes_sends(torch.device("cuda"))
+            on_gpu = any(each.is_on_gpu for each in listings) and world.transport.has_serialized_sends(
+                torch.device("cuda")
+            )
             device = gpu or get_local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, max_message_bytes) for sends in each] for each in (outgoing, incoming))
             _send_and_receive(memory, out, into, world, device)
@@ -164,15 +173,15 @@ def _count_transfer_bytes(transfers: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in transfers)
 
 
-def plan_transfers(listings: Sequence[StoredAndRequestedTensors]) -> Iterator[ChunkTransfer]:
+def plan_transfers(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> Iterator[ChunkTransfer]:
     """Decide which rank sends each requested chunk, and yield the transfers in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size. Each
     is sent by the owner with the least to send so far.
     """
-    load = [0] * len(listings)
+    load = [0] * len(tensors_by_rank)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
-    for name, tensor in _collect_chunks_by_tensor(listings).items():
+    for name, tensor in _collect_chunks_by_tensor(tensors_by_rank).items():
         for chunk, owners, targets in tensor.split_by_owners(name):
             if len(owners) == 1:
                 yield from _plan_sends(name, chunk, owners, targets, load)
@@ -183,12 +192,12 @@ def plan_transfers(listings: Sequence[StoredAndRequestedTensors]) -> Iterator[Ch
 
 
 def _plan_sends(
-    name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, bytes_to_send: list[int]
+    tensor_name: str, chunk: ChunkBounds, owner_ranks: Ranks, target_ranks: Ranks, bytes_to_send: list[int]
 ) -> Iterator[ChunkTransfer]:
     """Choose which rank sends ``chunk`` to each target rank, balancing the bytes that each rank sends."""
-    for target, dtype in targets.items():
-        source = target if target in owners else min(owners, key=bytes_to_send.__getitem__)
-        send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
+    for target, dtype in target_ranks.items():
+        source = target if target in owner_ranks else min(owner_ranks, key=bytes_to_send.__getitem__)
+        send = ChunkTransfer(tensor_name, *chunk, min(owner_ranks[source], dtype, key=WIDTH), source, target)
         if source != target:
             bytes_to_send[source] += send.num_bytes
         yield send
@@ -203,7 +212,7 @@ class _TensorChunks:
     sources: dict[ChunkBounds, Ranks] = field(default_factory=dict)
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
-    def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
+    def split_by_owners(self, tensor_name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
         """Split the requested chunks so that all elements of a smaller chunk are stored by the same ranks.
 
         Yields (chunk, owners, targets).
@@ -211,46 +220,48 @@ class _TensorChunks:
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
         for chunk, source, common in _find_overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
-        are_disjoint = _are_disjoint(list(self.sources))
+        are_disjoint = _are_chunks_disjoint(list(self.sources))
         for chunk, ranks in self.targets.items():
             for cell, owners in _split_chunk_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
-                    what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {name}"
+                    what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {tensor_name}"
                     raise _make_missing_source_error(what, min(ranks))
                 yield cell, owners, ranks
 
 
 def _find_overlapping_pairs(
-    chunks: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
+    chunks: Iterable[ChunkBounds], other_chunks: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
     """Find all overlapping pairs of chunks from two lists, and yield each pair with its overlap.
 
     The code is vectorized, because R ranks with one chunk each require R * R comparisons per tensor.
     """
-    chunks, others = list(chunks), list(others)
-    if not (chunks and others):
+    chunks, other_chunks = list(chunks), list(other_chunks)
+    if not (chunks and other_chunks):
         return
-    (low, size), (other_low, other_size) = (torch.tensor(each, device="cpu").unbind(1) for each in (chunks, others))
+    (low, size), (other_low, other_size) = (
+        torch.tensor(each, device="cpu").unbind(1) for each in (chunks, other_chunks)
+    )
     start = torch.maximum(low[:, None], other_low)
     extent = torch.minimum((low + size)[:, None], other_low + other_size) - start
     at, other_at = (extent > 0).all(-1).nonzero(as_tuple=True)
     rows = (x.tolist() for x in (at, other_at, start[at, other_at], extent[at, other_at]))
     for i, j, common, length in zip(*rows, strict=True):
-        yield chunks[i], others[j], (tuple(common), tuple(length))
+        yield chunks[i], other_chunks[j], (tuple(common), tuple(length))
 
 
-def _collect_chunks_by_tensor(listings: Sequence[StoredAndRequestedTensors]) -> dict[str, _TensorChunks]:
+def _collect_chunks_by_tensor(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> dict[str, _TensorChunks]:
     tensors: dict[str, _TensorChunks] = {}
-    for rank, listing in enumerate(listings):
-        for name, shape, dtype, chunks in listing.have:
+    for rank, listing in enumerate(tensors_by_rank):
+        for name, shape, dtype, chunks in listing.stored:
             sources = _get_or_add_tensor(tensors, name, shape, rank).sources
             for chunk in chunks:
                 ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
     names = set(tensors)
-    for rank, listing in enumerate(listings):
+    for rank, listing in enumerate(tensors_by_rank):
         listed: dict[str, list[ChunkBounds]] = {}
-        for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
+        for name, shape, dtype, chunks in sorted(listing.requested, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 hint = suggest_similar_names(name, names)
                 raise _make_missing_source_error(name, rank, f"{hint} ")
@@ -262,11 +273,13 @@ def _collect_chunks_by_tensor(listings: Sequence[StoredAndRequestedTensors]) -> 
     return tensors
 
 
-def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offsets, rank: int) -> _TensorChunks:
-    tensor = tensors.setdefault(name, _TensorChunks(shape, rank))
+def _get_or_add_tensor(
+    chunks_by_name: dict[str, _TensorChunks], tensor_name: str, shape: Offsets, rank: int
+) -> _TensorChunks:
+    tensor = chunks_by_name.setdefault(tensor_name, _TensorChunks(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
-            f"{name} has the shape {tensor.shape} on rank {tensor.rank}, but the shape {shape} on rank {rank}.",
+            f"{tensor_name} has the shape {tensor.shape} on rank {tensor.rank}, but the shape {shape} on rank {rank}.",
             remedy="Use the same model config on all ranks, before and after you reshard.",
         )
     return tensor
@@ -276,39 +289,42 @@ def _split_chunk_by_owners(
     chunk: ChunkBounds,
     owned_chunks: Sequence[tuple[ChunkBounds, Ranks]],
     are_disjoint: bool = False,
-    owners: Sequence[Ranks] = (),
+    owner_ranks: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
     """Split ``chunk`` so that all elements of a smaller chunk are stored by the same ranks.
 
     Yields (smaller chunk, owners). The chunks in ``owned_chunks`` are inside ``chunk``. If they overlap each other, the
     middle one divides the others recursively.
     """
-    owners = [*owners, *(ranks for part, ranks in owned_chunks if part == chunk)]
+    owner_ranks = [*owner_ranks, *(ranks for part, ranks in owned_chunks if part == chunk)]
     owned_chunks = [(part, ranks) for part, ranks in owned_chunks if part != chunk]
     parts = [part for part, _ in owned_chunks]
-    if are_disjoint or _are_disjoint(parts):
-        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in owned_chunks)
+    if are_disjoint or _are_chunks_disjoint(parts):
+        yield from ((part, _merge_owner_ranks(ranks, *owner_ranks)) for part, ranks in owned_chunks)
         if sum(prod(size) for _, size in parts) < prod(chunk[1]):
-            yield from ((cell, _merge_owners(*owners)) for cell in subtract_chunks(chunk, parts))
+            yield from ((cell, _merge_owner_ranks(*owner_ranks)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
     for cell in (middle, *subtract_chunks(chunk, [middle])):
         yield from _split_chunk_by_owners(
-            cell, [(c, ranks) for part, ranks in owned_chunks if (c := intersect_chunks(cell, part))], False, owners
+            cell,
+            [(c, ranks) for part, ranks in owned_chunks if (c := intersect_chunks(cell, part))],
+            False,
+            owner_ranks,
         )
 
 
-def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
+def _are_chunks_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
     if len(chunks) < 8:  # faster than arrays
         return not any(intersect_chunks(a, b) for a, b in combinations(chunks, 2))
     return sum(1 for _ in _find_overlapping_pairs(chunks, chunks)) == len(chunks)
 
 
-def _merge_owners(*owners: Ranks) -> Ranks:
-    if len(owners) == 1:
-        return owners[0]
+def _merge_owner_ranks(*owner_ranks: Ranks) -> Ranks:
+    if len(owner_ranks) == 1:
+        return owner_ranks[0]
     found: Ranks = {}
-    for rank, dtype in (each for ranks in owners for each in ranks.items()):
+    for rank, dtype in (each for ranks in owner_ranks for each in ranks.items()):
         found[rank] = max(found.get(rank, dtype), dtype, key=WIDTH)
     return dict(sorted(found.items()))
 
@@ -316,8 +332,8 @@ def _merge_owners(*owners: Ranks) -> Ranks:
 class _LocalChunks:
     """The tensor chunks that this rank stores and those that it requests, grouped by tensor name."""
 
-    def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
-        self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
+    def __init__(self, stored_items: Sequence[TensorItem], requested_items: Sequence[TensorItem]) -> None:
+        self._have, self._want = _group_chunks_by_name(stored_items), _group_chunks_by_name(requested_items)
 
     def read_chunk(self, transfer: ChunkTransfer) -> Tensor:
         bounds = transfer.start, transfer.size
@@ -332,9 +348,9 @@ class _LocalChunks:
                 chunk.get_subview(*common).copy_(received.get_subview(*common))
 
 
-def _group_chunks_by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
+def _group_chunks_by_name(tensor_items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
     found: dict[str, list[LocalChunk]] = {}
-    for item in sorted(items, key=lambda item: -item.dtype.itemsize):
+    for item in sorted(tensor_items, key=lambda item: -item.dtype.itemsize):
         found.setdefault(item.name, []).extend(chunk for chunk in item.chunks if chunk.values.numel())
     return found
 
@@ -358,19 +374,19 @@ def _send_and_receive(
             if batch:
                 buffer = torch.empty(_count_transfer_bytes(batch), dtype=torch.uint8, device=device)
                 if sends:
-                    for send, values in _iterate_message_chunks(batch, buffer):
+                    for send, values in _iter_message_chunks(batch, buffer):
                         values.copy_(local_chunks.read_chunk(send))
-                    sent.append(_start_send_or_receive("send", buffer, peer, world))
+                    sent.append(_start_send_or_recv("send", buffer, peer, world))
                 else:
-                    received.append((batch, _start_send_or_receive("receive", buffer, peer, world)))
+                    received.append((batch, _start_send_or_recv("receive", buffer, peer, world)))
         for batch, pending in received:
-            for send, values in _iterate_message_chunks(batch, pending.wait()):
+            for send, values in _iter_message_chunks(batch, pending.wait()):
                 local_chunks.write_chunk(send, values)
         for pending in sent:
             pending.wait()
 
 
-def order_sends_and_receives(rank: int, size: int) -> Iterator[tuple[int, bool]]:
+def order_sends_and_receives(rank: int, world_size: int) -> Iterator[tuple[int, bool]]:
     """Yield the sends and receives of one round in an order that cannot cause a deadlock with NCCL.
 
     Yields (peer, is_send). NCCL runs the messages of a rank one after the other, and a message starts only when both
@@ -380,8 +396,8 @@ def order_sends_and_receives(rank: int, size: int) -> Iterator[tuple[int, bool]]
     >>> [(peer, "sends" if sends else "receives") for peer, sends in order_sends_and_receives(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
     """
-    for total in range(size):
-        peer = (total - rank) % size
+    for total in range(world_size):
+        peer = (total - rank) % world_size
         if peer != rank:
             yield peer, rank < peer
             yield peer, rank > peer
@@ -403,7 +419,7 @@ def batch_transfers(transfers: Iterable[ChunkTransfer], max_message_bytes: int) 
                 batch, free = [], max_message_bytes
                 continue
             count = max(count, 1)
-            for start, size in flat_range_to_chunks(send.size, done, done + count):
+            for start, size in split_flat_range_into_chunks(send.size, done, done + count):
                 start = tuple(a + b for a, b in zip(send.start, start, strict=True))
                 batch.append(send._replace(start=start, size=size))
             done, free = done + count, free - count * send.dtype.itemsize
@@ -411,21 +427,23 @@ def batch_transfers(transfers: Iterable[ChunkTransfer], max_message_bytes: int) 
         yield batch
 
 
-def _iterate_message_chunks(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
+def _iter_message_chunks(transfer_batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
     offset = 0
-    for send in batch:
+    for send in transfer_batch:
         yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)
         offset += send.num_bytes
 
 
-def _start_send_or_receive(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
-    record_wait = record_collective_start(op, world, get_num_bytes(x), "move", ranks=2)
-    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
+def _start_send_or_recv(
+    op: Literal["send", "receive"], buffer: Tensor, peer_rank: int, world: Axis
+) -> PendingCollective:
+    record_wait = record_collective_start(op, world, get_num_bytes(buffer), "move", num_ranks=2)
+    return PendingCollective([getattr(world.transport, op)(buffer, peer_rank, TAG)], lambda: buffer, record_wait)
 
 
-def _make_missing_source_error(requested: str, rank: int, hint: str = "") -> ConfigError:
+def _make_missing_source_error(missing_tensor: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} requests {requested}, but no rank stores it.",
+        f"Rank {rank} requests {missing_tensor}, but no rank stores it.",
         remedy=f"{hint}Pass it in have= on at least one rank.",
     )
 
@@ -439,7 +457,7 @@ class ReshardSource:
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
-        self._folders = get_model_directories(tensors.model)
+        self._folders = get_checkpoint_directories(tensors.model)
         self._reading = ExitStack()
         self._reading.enter_context(tensors.readable_zero_shards())
         _, self._state = collect_training_state(tensors, lambda: None, optimizer, None, None)
@@ -469,8 +487,8 @@ class ReshardSource:
         """
         tensors = ModelTensors(model)
         plan = LoadPlan(self._index, "the previous run", tensors, collect_optimizer_states(optimizer, tensors))
-        stats = redistribute_items(self._state.items, plan.items, self._world)
+        stats = redistribute_tensor_items(self._state.items, plan.items, self._world)
         self.close()
         plan.commit()
-        mark_resumed_from(tensors.model, self._folders)
+        record_resumed_directories(tensors.model, self._folders)
         return stats

@@ -27,7 +27,7 @@ from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, select_chunks_to_write
 from shardformer.checkpoint.directory import SAVE, CheckpointRetention, delete_old_checkpoints
-from shardformer.checkpoint.file_format import CheckpointIndex, flush_path_to_disk, get_rank_file_name, write_chunks
+from shardformer.checkpoint.file_format import CheckpointIndex, fsync_path, get_rank_file_name, write_chunks
 from shardformer.checkpoint.training_state import ModelTensors, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
@@ -57,12 +57,18 @@ class RankSnapshot:
     entries: dict[str, tuple[str, Offsets]] = field(default_factory=dict)
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
-    def add_chunks_to_write(self, item: TensorItem, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]) -> None:
+    def add_chunks_to_write(
+        self, tensor_item: TensorItem, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]
+    ) -> None:
         """Add the chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
-        boxes = [(chunk, box) for chunk in item.chunks for box in chunks_to_write.get((item.name, *chunk.bounds), ())]
-        if boxes or prod(item.shape) == 0:
-            self.entries[item.name] = file_format.get_dtype_name(item.dtype), item.shape
-        self.chunks += [(item.name, box[0], chunk.get_subview(*box)) for chunk, box in boxes]
+        boxes = [
+            (chunk, box)
+            for chunk in tensor_item.chunks
+            for box in chunks_to_write.get((tensor_item.name, *chunk.bounds), ())
+        ]
+        if boxes or prod(tensor_item.shape) == 0:
+            self.entries[tensor_item.name] = file_format.get_dtype_name(tensor_item.dtype), tensor_item.shape
+        self.chunks += [(tensor_item.name, box[0], chunk.get_subview(*box)) for chunk, box in boxes]
 
     def copy_to_host_buffers(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
         """Copy the chunks to host memory, and reuse the buffers of earlier saves if they fit."""
@@ -77,13 +83,13 @@ class RankSnapshot:
 
 
 def write_snapshot(
-    snapshot: RankSnapshot, hidden_folder: Path, root: Path, retention: CheckpointRetention, *, to_disk: bool
+    snapshot: RankSnapshot, hidden_folder: Path, root: Path, retention: CheckpointRetention, *, sync_to_disk: bool
 ) -> Path:
     """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
     Args:
-        to_disk: whether to sync the files to the disk. If False, call ``flush_checkpoint_to_disk`` later, which also
-            deletes older checkpoints.
+        sync_to_disk: whether to sync the files to the disk. If False, call ``flush_checkpoint_to_disk`` later, which
+            also deletes older checkpoints.
 
     Returns:
         The path of the checkpoint.
@@ -93,7 +99,7 @@ def write_snapshot(
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
-        _write_local_chunks(snapshot, hidden_folder, to_disk)
+        _write_local_chunks(snapshot, hidden_folder, sync_to_disk)
     except BaseException:
         with suppress(OSError):
             write_new_file(
@@ -105,11 +111,11 @@ def write_snapshot(
     path = checkpoint_directory.get_step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
         _merge_rank_records(snapshot, hidden_folder)
-        if to_disk:
-            flush_path_to_disk(hidden_folder)
-        path = checkpoint_directory.publish_checkpoint(hidden_folder, root, snapshot.index, to_disk=to_disk)
-        if to_disk:
-            flush_path_to_disk(root)
+        if sync_to_disk:
+            fsync_path(hidden_folder)
+        path = checkpoint_directory.publish_checkpoint(hidden_folder, root, snapshot.index, sync_to_disk=sync_to_disk)
+        if sync_to_disk:
+            fsync_path(root)
             delete_old_checkpoints(root, retention, path)
     return path
 
@@ -122,7 +128,7 @@ def flush_checkpoint_to_disk(snapshot: RankSnapshot, path: Path, root: Path, ret
     try:
         files = [*map(get_rank_file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
-            flush_path_to_disk(name)
+            fsync_path(name)
         delete_old_checkpoints(root, retention, path)
     except FileNotFoundError:
         return  # the checkpoint was removed
@@ -133,30 +139,30 @@ def flush_checkpoint_to_disk(snapshot: RankSnapshot, path: Path, root: Path, ret
         ) from error
 
 
-def _write_local_chunks(snapshot: RankSnapshot, hidden: Path, to_disk: bool) -> None:
-    sums = write_chunks(hidden / get_rank_file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
+def _write_local_chunks(snapshot: RankSnapshot, hidden_folder: Path, sync_to_disk: bool) -> None:
+    sums = write_chunks(hidden_folder / get_rank_file_name(snapshot.rank), snapshot.chunks, sync_to_disk=sync_to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
     ]
-    note = _get_rank_record_path(hidden, snapshot.rank, "json")
+    note = _get_rank_record_path(hidden_folder, snapshot.rank, "json")
     unfinished = note.with_suffix(".begun")
     write_new_file(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
     unfinished.rename(note)
 
 
-def _merge_rank_records(snapshot: RankSnapshot, hidden: Path) -> None:
+def _merge_rank_records(snapshot: RankSnapshot, hidden_folder: Path) -> None:
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
-        note = _wait_for_rank_record(rank, hidden)
+        note = _wait_for_rank_record(rank, hidden_folder)
         share = json.loads(note.read_text())
         note.unlink()
         for name, (dtype, shape) in share["entries"].items():
             tensors.setdefault(name, file_format.IndexEntry(dtype, tuple(shape)))
         for name, box in share["boxes"]:
-            tensors[name].boxes.append(file_format.decode_saved_chunk(box))
+            tensors[name].chunks.append(file_format.decode_saved_chunk(box))
     for name, entry in tensors.items():
-        if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
+        if (covered := sum(prod(box.size) for box in entry.chunks)) != prod(entry.shape):
             expected = prod(entry.shape)
             raise InputError(
                 f"The ranks saved {covered} elements of {name}, but it has {expected} elements.",
@@ -164,23 +170,26 @@ def _merge_rank_records(snapshot: RankSnapshot, hidden: Path) -> None:
             )
 
 
-def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
-    note, failed = _get_rank_record_path(hidden, rank, "json"), _get_rank_record_path(hidden, rank, "failed")
+def _wait_for_rank_record(rank: int, hidden_folder: Path) -> Path:
+    note, failed = (
+        _get_rank_record_path(hidden_folder, rank, "json"),
+        _get_rank_record_path(hidden_folder, rank, "failed"),
+    )
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
-        has_failed = failed.exists() or not hidden.is_dir()
+        has_failed = failed.exists() or not hidden_folder.is_dir()
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             problem = "failed to write" if has_failed else "did not finish writing"
             raise InputError(
-                f"Rank {rank} {problem} its shards of the checkpoint {hidden}.",
+                f"Rank {rank} {problem} its shards of the checkpoint {hidden_folder}.",
                 remedy="Check the log of this rank. With several hosts, save to a directory on a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
 
 
-def _get_rank_record_path(hidden: Path, rank: int, suffix: str) -> Path:
-    return hidden / f".{get_rank_file_name(rank)}.{suffix}"
+def _get_rank_record_path(hidden_folder: Path, rank: int, suffix: str) -> Path:
+    return hidden_folder / f".{get_rank_file_name(rank)}.{suffix}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,29 +201,29 @@ class SaveJob:
 
     model: nn.Module
     snapshot: RankSnapshot
-    hidden: Path
+    hidden_folder: Path
     root: Path
-    keep: CheckpointRetention
+    retention: CheckpointRetention
     world: Axis
-    hosts: int
+    num_hosts: int
     is_first: bool = False
 
-    def write_checkpoint(self, *, to_disk: bool = True) -> Path:
-        """Write this rank's chunks, and sync the file to the disk if ``to_disk`` is True. Communicates nothing."""
-        return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
+    def write_checkpoint(self, *, sync_to_disk: bool = True) -> Path:
+        """Write this rank's chunks, and sync the file to the disk if ``sync_to_disk`` is True. Communicates nothing."""
+        return write_snapshot(self.snapshot, self.hidden_folder, self.root, self.retention, sync_to_disk=sync_to_disk)
 
     def flush_to_disk(self, path: Path) -> Path:
         """Sync the files of the checkpoint to the disk. Communicates nothing."""
-        flush_checkpoint_to_disk(self.snapshot, path, self.root, self.keep)
+        flush_checkpoint_to_disk(self.snapshot, path, self.root, self.retention)
         return path
 
-    def run_or_clean_up(self, write_fn: Callable[[], Path]) -> Path:
+    def write_or_clean_up(self, write_fn: Callable[[], Path]) -> Path:
         """Write the checkpoint by calling ``write_fn`` on all ranks, and delete its files if any rank fails."""
         try:
             return run_on_all_ranks(write_fn, self.world, f"Saving into {self.root}")
         except Exception:
             if self.world.rank == 0:
-                remove_file_or_folder(self.hidden)
+                remove_file_or_folder(self.hidden_folder)
                 if self.is_first:
                     release_folder_lock(self.root, self.model)
             raise
@@ -228,13 +237,15 @@ class AsyncSave:
         is_complete: True if the checkpoint is already complete and the thread only syncs it to the disk.
     """
 
-    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_complete: bool = False) -> None:
-        self._job = job
+    def __init__(self, save_job: SaveJob, save_fn: Callable[[], Path], *, is_complete: bool = False) -> None:
+        self._job = save_job
         self.memory: dict[tuple[str, Offsets], Tensor] = {}
         self.was_waited_for = is_complete
-        self._path = job.root
+        self._path = save_job.root
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run_in_thread, args=(work,), name="shardformer-save", daemon=False)
+        self._thread = threading.Thread(
+            target=self._run_in_thread, args=(save_fn,), name="shardformer-save", daemon=False
+        )
         self.start, self.join = self._thread.start, self._thread.join
 
     def _run_in_thread(self, save_fn: Callable[[], Path]) -> None:
@@ -255,7 +266,7 @@ class AsyncSave:
         """
         wait_for_all_ranks("AsyncSave.wait", self._job.world)
         self.was_waited_for = True
-        return self._job.run_or_clean_up(self.result)
+        return self._job.write_or_clean_up(self.result)
 
     def result(self) -> Path:
         """Wait for the background thread of this rank, and return the checkpoint's path or raise the thread's error."""
@@ -312,8 +323,8 @@ def save_checkpoint(
     """
     wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
-        path = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=job.hosts > 1))
-    if job.hosts == 1 and job.world.rank == 0:
+        path = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=job.num_hosts > 1))
+    if job.num_hosts == 1 and job.world.rank == 0:
         _start_async_save(AsyncSave(job, partial(job.flush_to_disk, path), is_complete=True), job.model)
     return path
 
@@ -355,35 +366,35 @@ def check_can_save(model: nn.Module, optimizer: Any = None, *, scheduler: Any = 
         collect_training_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
-def _start_async_save(saving: AsyncSave, model: nn.Module) -> None:
+def _start_async_save(async_save: AsyncSave, model: nn.Module) -> None:
     if (before := model.__dict__.get(SAVE)) is not None:
-        saving.memory = before.memory
-    model.__dict__[SAVE] = saving
-    saving.start()
+        async_save.memory = before.memory
+    model.__dict__[SAVE] = async_save
+    async_save.start()
 
 
 @contextmanager
 def prepare_save(
-    folder: Any,
+    directory: Any,
     model: nn.Module,
     optimizer: Any = None,
     step: int = 0,
     scheduler: Any = None,
     extra: Any = None,
-    keep: Any = None,
+    retention_policy: Any = None,
 ) -> Iterator[SaveJob]:
     """Lock the checkpoint directory, and yield a ``SaveJob`` that can write the training state."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
-    def check() -> tuple[str, int, str, str]:
+    def check_arguments() -> tuple[str, int, str, str]:
         nonlocal root
-        root = to_absolute_path(folder)
+        root = to_absolute_path(directory)
         check_int("step", step, 0, unit="training steps")
-        CheckpointRetention.from_value(keep)
+        CheckpointRetention.from_value(retention_policy)
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
         hidden_name = checkpoint_directory.make_hidden_checkpoint_path(root, step).name
-        return str(Path(folder)), step, platform.node(), hidden_name
+        return str(Path(directory)), step, platform.node(), hidden_name
 
     def lock_directory() -> None:
         nonlocal is_new
@@ -391,12 +402,12 @@ def prepare_save(
             is_new = checkpoint_directory.lock_checkpoint_directory(root, step, tensors.model)
             hidden.mkdir()  # the name is unique: a rank that sees it shares the file system
 
-    def check_folder() -> None:
+    def check_directory() -> None:
         if world.rank > 0:
             checkpoint_directory.wait_for_hidden_folder(hidden)
 
     with tensors.readable_zero_shards():
-        requests, state = collect_training_state(tensors, check, optimizer, scheduler, extra)
+        requests, state = collect_training_state(tensors, check_arguments, optimizer, scheduler, extra)
         folders, steps, hosts, names = zip(*requests, strict=True)
         for rank, (other_step, other_folder) in enumerate(zip(steps, folders, strict=True)):
             if (other_step, other_folder) != (steps[0], folders[0]):
@@ -408,13 +419,13 @@ def prepare_save(
         hidden = root / names[0]
         try:
             run_on_all_ranks(lock_directory, world, f"Saving into {root}")
-            run_on_all_ranks(check_folder, world, f"Saving into {root}")
+            run_on_all_ranks(check_directory, world, f"Saving into {root}")
             index = CheckpointIndex(step, time.time(), tensors.axis_sizes, values=state.values)
             snapshot = RankSnapshot(world.rank, world.size, index)
             assigned = select_chunks_to_write(state.chunks_by_rank, world)
             for item in state.items:
                 snapshot.add_chunks_to_write(item, assigned)
-            retention, num_hosts = CheckpointRetention.from_value(keep), len(set(hosts))
+            retention, num_hosts = CheckpointRetention.from_value(retention_policy), len(set(hosts))
             yield SaveJob(tensors.model, snapshot, hidden, root, retention, world, num_hosts, is_new)
         except BaseException:
             if world.rank == 0:

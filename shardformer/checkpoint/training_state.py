@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
+from shardformer.checkpoint.chunks import (
+    LocalChunks,
+    LocalTensorRegion,
+    TensorItem,
+    exclude_tensors,
+    get_local_chunk_bounds,
+)
 from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     check_dtype_can_be_saved,
@@ -28,13 +34,13 @@ from shardformer.checkpoint.file_format import (
     encode_json_value,
     find_json_differences,
 )
-from shardformer.comm.collective_call import gather_from_all_ranks
+from shardformer.comm.collective_call import run_and_all_gather
 from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_export_guard import to_plain_tensor
 from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
-from shardformer.random_state import get_random_states, set_random_states
+from shardformer.random_state import get_rng_states, set_rng_states
 from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import load_state_dict_in_place
@@ -65,7 +71,7 @@ class ModelTensors:
         context = state.context
         has_grid = context.world is not None
         self.world = context.flatten(*AXES) if has_grid else replace(Axis.of(None, "world"), traffic=context.traffic)
-        self._entries = state.get_entries_by_param()
+        self._entries = state.get_entries_by_param_id()
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
@@ -105,27 +111,27 @@ class ModelTensors:
         """Return a context manager inside which the values of all ZeRO shards can be read."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
-    def get_name(self, tensor: Tensor) -> str | None:
+    def get_tensor_name(self, tensor: Tensor) -> str | None:
         """Return the name of a tensor in the unsharded model, or None if the model does not contain it."""
         return self._names.get(id(tensor))
 
-    def get_local_region(self, tensor: Tensor) -> FlatRegion:
+    def get_local_region(self, tensor: Tensor) -> LocalTensorRegion:
         """Return which elements of a full parameter or buffer this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
-            return FlatRegion(tuple(tensor.shape), None, {})
-        return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
+            return LocalTensorRegion(tuple(tensor.shape), None, {})
+        return LocalTensorRegion(entry.spec.shape, entry.spec, self._state.coords)
 
-    def get_slice_region(self, param_slice: ParamSlice) -> FlatRegion:
+    def get_param_slice_region(self, param_slice: ParamSlice) -> LocalTensorRegion:
         """Return which elements of the full parameter are in a slice of a ZeRO shard."""
         spec = param_slice.entry.spec
-        sharded = spec if spec.is_sharded and not param_slice.gradient.is_shared else None
-        return FlatRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
+        sharded = spec if spec.is_sharded and not param_slice.grad_slot.is_shared else None
+        return LocalTensorRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
 
     def get_slice_param_name(self, param_slice: ParamSlice) -> str:
-        return self._names[id(param_slice.gradient.param)]
+        return self._names[id(param_slice.grad_slot.param)]
 
-    def iterate_zero_shards(self) -> Iterator[FlatShard]:
+    def iter_zero_shards(self) -> Iterator[FlatShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
@@ -142,7 +148,7 @@ class ModelTensors:
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
-    def iterate_tensor_items(self) -> Iterator[TensorItem]:
+    def iter_tensor_items(self) -> Iterator[TensorItem]:
         """Yield the parameters, master weights and buffers that this rank saves.
 
         Call it inside ``readable_zero_shards()``.
@@ -159,9 +165,9 @@ class ModelTensors:
                 yield self.get_local_region(tensor).make_tensor_item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
                 yield self.get_local_region(tensor).make_tensor_item(get_buffer_key(data, name), tensor.detach())
-        for shard in self.iterate_zero_shards():
+        for shard in self.iter_zero_shards():
             for piece in shard.slices:
-                name, region = self.get_slice_param_name(piece), self.get_slice_region(piece)
+                name, region = self.get_slice_param_name(piece), self.get_param_slice_region(piece)
                 if shard.keeps:
                     yield region.make_tensor_item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
@@ -181,44 +187,45 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
-def get_buffer_key(data_rank: int, name: str) -> str:
+def get_buffer_key(data_rank: int, buffer_name: str) -> str:
     """Return the name under which a checkpoint stores a buffer of the data-parallel rank ``data_rank``."""
-    return f"buffers.{data_rank}/{name}"
+    return f"buffers.{data_rank}/{buffer_name}"
 
 
-def find_identical_buffers(checksums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+def find_identical_buffers(buffer_checksums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
     """Find the buffers of each rank that need not be saved because data rank 0 has the same values.
 
     Args:
-        checksums: (data rank, ``compute_buffer_checksums``) of each rank.
+        buffer_checksums: (data rank, ``compute_buffer_checksums``) of each rank.
 
     >>> find_identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
-    for data, buffers in checksums:
+    for data, buffers in buffer_checksums:
         if data == 0:
             first = {**buffers, **first}  # the first rank's entry counts, as that rank saves the buffer
     return [
         {get_buffer_key(data, name) for name, total in buffers.items() if data > 0 and first.get(name) == total}
-        for data, buffers in checksums
+        for data, buffers in buffer_checksums
     ]
 
 
-def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> None:
+def _check_state_dict_entry(entry_name: str, value: Any, *, is_registered: bool) -> None:
     if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
-            f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer.",
+            f"{entry_name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a "
+            "buffer.",
             remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module.",
         )
     if is_dtensor(value):
         raise ConfigError(
-            f"{name} is a DTensor, which save_checkpoint does not support.",
+            f"{entry_name} is a DTensor, which save_checkpoint does not support.",
             remedy="Use torch.distributed.checkpoint, or replace fully_shard with shard_optimizer(..., stage=3).",
         )
     if value.is_meta:
         raise ConfigError(
-            f"{name} is on the meta device and has no values.",
+            f"{entry_name} is on the meta device and has no values.",
             remedy="Call shard_model or shardformer.meta_init.materialize(model) first.",
         )
 
@@ -229,7 +236,7 @@ class OptimizerTensor:
 
     name: str
     param: Tensor
-    region: FlatRegion
+    region: LocalTensorRegion
 
 
 class OptimizerStates:
@@ -242,20 +249,24 @@ class OptimizerStates:
         ConfigError: the optimizer has a parameter that is not in the model.
     """
 
-    def __init__(self, optimizer: Optimizer, number: int, tensors: ModelTensors) -> None:
-        self.optimizer, self._number = optimizer, number
+    def __init__(self, optimizer: Optimizer, optimizer_index: int, model_tensors: ModelTensors) -> None:
+        self.optimizer, self._number = optimizer, optimizer_index
         self.kind = type(optimizer).__name__
-        pieces = {id(piece.value): piece for shard in tensors.iterate_zero_shards() for piece in shard.slices}
+        pieces = {id(piece.value): piece for shard in model_tensors.iter_zero_shards() for piece in shard.slices}
         self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
                     slots.append(
-                        OptimizerTensor(tensors.get_slice_param_name(piece), param, tensors.get_slice_region(piece))
+                        OptimizerTensor(
+                            model_tensors.get_slice_param_name(piece),
+                            param,
+                            model_tensors.get_param_slice_region(piece),
+                        )
                     )
-                elif (name := tensors.get_name(param)) is not None:
-                    slots.append(OptimizerTensor(name, param, tensors.get_local_region(param)))
+                elif (name := model_tensors.get_tensor_name(param)) is not None:
+                    slots.append(OptimizerTensor(name, param, model_tensors.get_local_region(param)))
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
@@ -263,25 +274,25 @@ class OptimizerStates:
                     )
             self.groups.append(slots)
 
-    def get_optimizer_tensors(self) -> Iterator[OptimizerTensor]:
+    def iter_optimizer_tensors(self) -> Iterator[OptimizerTensor]:
         """Yield the parameters that the optimizer updates on this rank."""
         yield from (slot for group in self.groups for slot in group)
 
-    def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
+    def _iter_state_values(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
         """Yield each value in the optimizer state, with its parameter and its key.
 
         ``is_item`` is False for a scalar, which belongs to the full parameter, unless the parameter is a scalar, too.
         """
-        for slot in self.get_optimizer_tensors():
+        for slot in self.iter_optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
                 yield slot, key, value, is_item
 
     # --- saving
 
-    def iterate_tensor_items(self) -> Iterator[TensorItem]:
+    def iter_tensor_items(self) -> Iterator[TensorItem]:
         """Yield the optimizer state tensors that this rank stores."""
-        for slot, key, value, is_item in self._iterate_states():
+        for slot, key, value, is_item in self._iter_state_values():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
                 region = slot.region if has_param_shape else self._get_full_region(key, tuple(value.shape), slot)
@@ -290,16 +301,19 @@ class OptimizerStates:
                 x = x.reshape(-1) if region.flat_range is not None else x
                 yield region.make_tensor_item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
-    def _get_full_region(self, key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor) -> FlatRegion:
+    def _get_full_region(
+        self, state_key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
+    ) -> LocalTensorRegion:
         """Describe a state tensor that does not have its parameter's shape as unsharded.
 
         Raises ConfigError if the parameter is sharded.
         """
         if optimizer_tensor.region.is_full:
-            return FlatRegion(shape, None, {})
+            return LocalTensorRegion(shape, None, {})
         param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
-            f"Cannot save the state {key!r} of {self.kind} for the sharded parameter {optimizer_tensor.name}, because "
+            f"Cannot save the state {state_key!r} of {self.kind} for the sharded parameter {optimizer_tensor.name}, "
+            "because "
             f"its shape {shape} differs from the shape {param_shape} of the shard.",
             remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
@@ -312,40 +326,42 @@ class OptimizerStates:
             options = {k: encode_json_value(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
             groups.append({"options": options, "names": list(dict.fromkeys(slot.name for slot in slots))})
         scalars: dict[str, Any] = {}
-        for slot, key, value, is_item in self._iterate_states():
+        for slot, key, value, is_item in self._iter_state_values():
             if not is_item:
                 scalars.setdefault(slot.name, {})[key] = encode_json_value(value, f"{where}: {key!r} of {slot.name}")
         return {"kind": self.kind, "groups": groups, "scalars": scalars}
 
     # --- loading
 
-    def check_saved_state(self, saved: Mapping[str, Any]) -> None:
+    def check_saved_state(self, saved_state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
-        if saved["kind"] != self.kind:
-            saved_kind = saved["kind"]
+        if saved_state["kind"] != self.kind:
+            saved_kind = saved_state["kind"]
             raise ConfigError(
                 f"The saved state of the optimizer {saved_kind} cannot be loaded into {self.kind}.",
                 remedy=f"Use {saved_kind}, or omit optimizer= to load only the weights.",
             )
-        if (num_saved := len(saved["groups"])) != len(self.groups):
+        if (num_saved := len(saved_state["groups"])) != len(self.groups):
             raise ConfigError(
                 f"The saved optimizer has {num_saved} parameter groups, but {self.kind} has {len(self.groups)}.",
                 remedy="Create the optimizer with the same parameter groups as in the saved run.",
             )
-        group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
+        group_of = {name: i for i, group in enumerate(saved_state["groups"]) for name in group["names"]}
         for i, slots in enumerate(self.groups):
             for slot in slots:
                 if (before := group_of.get(slot.name)) != i:
                     saved_group, hint = f"group {before}", ""
                     if before is None:
                         saved_group = "no group"
-                        hint = f" {suggest_similar_names(slot.name, saved['groups'][i]['names'])}"
+                        hint = f" {suggest_similar_names(slot.name, saved_state['groups'][i]['names'])}"
                     raise ConfigError(
                         f"{slot.name} is in parameter group {i} of {self.kind}, but was saved in {saved_group}.",
                         remedy=f"Create the optimizer with the parameter groups of the saved run.{hint}",
                     )
 
-    def find_saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
+    def iter_saved_states(
+        self, index: CheckpointIndex
+    ) -> Iterator[tuple[OptimizerTensor, str, str, LocalTensorRegion]]:
         """Find the saved optimizer states of this rank's parameters.
 
         Yields (optimizer tensor, key, saved name, region that this rank reads) for each state tensor.
@@ -355,45 +371,53 @@ class OptimizerStates:
             if full_name.startswith(f"optimizer.{self._number}/"):
                 _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
-        for slot in self.get_optimizer_tensors():
+        for slot in self.iter_optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
                 yield slot, key, full_name, self.get_state_region(key, shape, slot)
 
-    def get_state_region(self, key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor) -> FlatRegion:
+    def get_state_region(
+        self, state_key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
+    ) -> LocalTensorRegion:
         """Return which elements of a full optimizer state tensor this rank stores."""
         return (
             optimizer_tensor.region
             if shape == optimizer_tensor.region.shape
-            else self._get_full_region(key, shape, optimizer_tensor)
+            else self._get_full_region(state_key, shape, optimizer_tensor)
         )
 
     def load_saved_state(
-        self, saved: Mapping[str, Any], state_tensors: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
+        self,
+        saved_state: Mapping[str, Any],
+        state_tensors: Sequence[tuple[OptimizerTensor, str, Tensor]],
+        *,
+        keep_saved_dtype: bool,
     ) -> None:
         """Load the saved state and parameter group options into the optimizer.
 
         Args:
             state_tensors: (optimizer tensor, key, value) of the state tensors.
-            exact: whether the state tensors keep the dtype in which they were saved.
+            keep_saved_dtype: whether the state tensors keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
-        for slot in self.get_optimizer_tensors():
-            if (scalars := saved["scalars"].get(slot.name)) is not None:
+        for slot in self.iter_optimizer_tensors():
+            if (scalars := saved_state["scalars"].get(slot.name)) is not None:
                 states[id(slot.param)] = {key: decode_json_value(value) for key, value in scalars.items()}
         for slot, key, value in state_tensors:
             shaped = value.view(slot.param.shape) if value.numel() == slot.param.numel() else value
             states.setdefault(id(slot.param), {})[key] = shaped
         groups: list[dict[str, Any]] = []
         numbers = count()
-        for group, slots in zip(saved["groups"], self.groups, strict=True):
+        for group, slots in zip(saved_state["groups"], self.groups, strict=True):
             options = {k: decode_json_value(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
         numbered = {
-            n: states[id(slot.param)] for n, slot in enumerate(self.get_optimizer_tensors()) if id(slot.param) in states
+            n: states[id(slot.param)]
+            for n, slot in enumerate(self.iter_optimizer_tensors())
+            if id(slot.param) in states
         }
         load_state_dict_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
-        for slot in self.get_optimizer_tensors() if exact else ():
+        for slot in self.iter_optimizer_tensors() if keep_saved_dtype else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
                 loaded = state.get(key)
@@ -401,44 +425,44 @@ class OptimizerStates:
                     state[key] = value.view(loaded.shape).to(loaded.device)
 
 
-def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
+def collect_optimizer_states(optimizer: Any, model_tensors: ModelTensors) -> list[OptimizerStates]:
     """Collect the state of an optimizer, a list of optimizers or a ZeRO optimizer for a checkpoint."""
     plain: list[Optimizer] = []
-    for each in as_object_list(optimizer):
+    for each in as_list(optimizer):
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, but got {type(each).__name__}.",
                 remedy="Pass the optimizer as optimizer= and a scheduler as scheduler=.",
             )
-        if isinstance(each, ZeroOptimizer) and each is not tensors.zero:
+        if isinstance(each, ZeroOptimizer) and each is not model_tensors.zero:
             raise ConfigError(
                 "The optimizer was created by shard_optimizer for another model.",
                 remedy="Pass the model that you passed to shard_optimizer.",
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
-    return [OptimizerStates(each, number, tensors) for number, each in enumerate(plain)]
+    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(plain)]
 
 
-def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_optimizer_values(values_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the options, parameter names and scalar states of one optimizer from all ranks."""
     groups = [
         {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
-        for same in zip(*(each["groups"] for each in values), strict=True)
+        for same in zip(*(each["groups"] for each in values_by_rank), strict=True)
     ]
     scalars: dict[str, Any] = {}
-    for each in values:
+    for each in values_by_rank:
         scalars |= each["scalars"]
-    return {"kind": values[0]["kind"], "groups": groups, "scalars": scalars}
+    return {"kind": values_by_rank[0]["kind"], "groups": groups, "scalars": scalars}
 
 
-def get_random_state_key(rank: int, name: str) -> str:
+def get_rng_state_key(rank: int, generator_name: str) -> str:
     """Return the name under which a checkpoint stores one random number generator state of ``rank``."""
-    return f"random.{rank}/{name}"
+    return f"random.{rank}/{generator_name}"
 
 
-def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def get_rng_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the states of this rank's random number generators, as named tensors and other values."""
-    of_torch, of_numpy, of_python = get_random_states(device)
+    of_torch, of_numpy, of_python = get_rng_states(device)
     name, keys, *rest = of_numpy
     version, words, gauss = of_python
     tensors = {f"torch.{i}": state for i, state in enumerate(of_torch)}
@@ -447,14 +471,14 @@ def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], d
     return tensors, {"numpy": [name, *rest], "python": [version, gauss]}
 
 
-def set_random_state_tensors(tensors: dict[str, Tensor], other_values: dict[str, Any], device: torch.device) -> None:
-    """Restore the random number generator states that ``get_random_state_tensors`` returned."""
-    current, _ = get_random_state_tensors(device)
-    of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
+def set_rng_state_tensors(state_tensors: dict[str, Tensor], other_values: dict[str, Any], device: torch.device) -> None:
+    """Restore the random number generator states that ``get_rng_state_tensors`` returned."""
+    current, _ = get_rng_state_tensors(device)
+    of_torch = [state_tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = other_values["numpy"]
-    of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
+    of_numpy = (name, state_tensors["numpy"].numpy().astype(numpy.uint32), *rest)
     version, gauss = other_values["python"]
-    set_random_states((of_torch, of_numpy, (version, tuple(tensors["python"].tolist()), gauss)), device)
+    set_rng_states((of_torch, of_numpy, (version, tuple(state_tensors["python"].tolist()), gauss)), device)
 
 
 T = TypeVar("T")
@@ -476,35 +500,37 @@ class RankTrainingState:
 
 
 def collect_training_state(
-    tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
+    model_tensors: ModelTensors, check_fn: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
 ) -> tuple[list[T], RankTrainingState]:
     """Collect the training state of this rank without copying its tensors.
 
-    Also returns the result of ``check`` on each rank. Communicates one gather with the names and sizes of all tensors,
-    a checksum of each buffer, and plain values.
+    Also returns the result of ``check_fn`` on each rank. Communicates one gather with the names and sizes of all
+    tensors, a checksum of each buffer, and plain values.
     """
-    world, items = tensors.world, list[TensorItem]()
+    world, items = model_tensors.world, list[TensorItem]()
 
-    def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
-        checked, optimizers = check(), collect_optimizer_states(optimizer, tensors)
-        random, numbers = get_random_state_tensors(tensors.device)
-        items.extend(tensors.iterate_tensor_items())
-        items.extend(item for each in optimizers for item in each.iterate_tensor_items())
+    def collect_local_state() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
+        checked, optimizers = check_fn(), collect_optimizer_states(optimizer, model_tensors)
+        random, numbers = get_rng_state_tensors(model_tensors.device)
+        items.extend(model_tensors.iter_tensor_items())
+        items.extend(item for each in optimizers for item in each.iter_tensor_items())
         items.extend(
-            FlatRegion(tuple(x.shape), None, {}).make_tensor_item(get_random_state_key(world.rank, n), x)
+            LocalTensorRegion(tuple(x.shape), None, {}).make_tensor_item(get_rng_state_key(world.rank, n), x)
             for n, x in random.items()
         )
         for item in items:
             check_dtype_can_be_saved(item.name, item.dtype)
-        values = _collect_non_tensor_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-        return checked, values, list_local_chunks(items), tensors.compute_buffer_checksums()
+        values = _collect_non_tensor_values(model_tensors, optimizers, scheduler, extra) | {"random": numbers}
+        return checked, values, get_local_chunk_bounds(items), model_tensors.compute_buffer_checksums()
 
-    checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
+    checked, ranks, chunks, sums = zip(
+        *run_and_all_gather(collect_local_state, world, "Saving a checkpoint"), strict=True
+    )
     identical = find_identical_buffers(
         [(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)]
     )
     if world.rank == 0:
-        _warn_about_local_values(ranks)
+        _warn_about_rank_local_values(ranks)
     optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
     values = ranks[0] | {
         "optimizers": list(map(merge_optimizer_values, optimizers)),
@@ -513,12 +539,14 @@ def collect_training_state(
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
-    return list(checked), RankTrainingState(kept, values, tuple(map(drop_tensors, chunks, identical)))
+    return list(checked), RankTrainingState(kept, values, tuple(map(exclude_tensors, chunks, identical)))
 
 
-def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
+def _warn_about_rank_local_values(values_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Warn about values that differ between ranks, although the checkpoint stores them only once."""
-    extras = [{"extra": rank["extra"], "scheduler": rank["scheduler"], **rank["extra_states"]} for rank in ranks]
+    extras = [
+        {"extra": rank["extra"], "scheduler": rank["scheduler"], **rank["extra_states"]} for rank in values_by_rank
+    ]
     stored = {name: value for extra in extras for name, value in extra.items()} | extras[0]
     for path in dict.fromkeys(
         path for extra in extras for name in extra for path in find_json_differences(stored[name], extra[name], name)
@@ -531,25 +559,27 @@ def _warn_about_local_values(ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _collect_non_tensor_values(
-    tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
+    model_tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "model": type(tensors.model).__name__,
+        "model": type(model_tensors.model).__name__,
         "optimizers": [each.collect_non_tensor_values() for each in optimizers],
         "scheduler": [
             {"kind": type(s).__name__, "state": encode_json_value(s.state_dict(), f"the state of {type(s).__name__}")}
-            for s in as_object_list(scheduler)
+            for s in as_list(scheduler)
         ],
         "extra": encode_json_value(extra, "extra"),
-        "coords": tensors.mesh_coords,
-        "extra_states": {name: encode_json_value(x, f"the state {name}") for name, x in tensors.extra_states.items()},
+        "coords": model_tensors.mesh_coords,
+        "extra_states": {
+            name: encode_json_value(x, f"the state {name}") for name, x in model_tensors.extra_states.items()
+        },
     }
-    if tensors.zero is not None:
-        values["loss_scale"] = asdict(tensors.zero.loss_scale)
-        values["rounds"] = max(tensors.zero.rounding_counts, default=0)
+    if model_tensors.zero is not None:
+        values["loss_scale"] = asdict(model_tensors.zero.loss_scale)
+        values["rounds"] = max(model_tensors.zero.rounding_counts, default=0)
     return values
 
 
-def as_object_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Convert ``value`` to a list: None becomes an empty list, and a single object a list with one element."""
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -38,7 +38,7 @@ OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
 
-def list_command_names() -> list[str]:
+def get_command_names() -> list[str]:
     """Return the names of all commands in alphabetical order. Each module of this package is a command."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
@@ -53,8 +53,8 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_global_options)
-    for command in list_command_names():
+    app.callback()(_declare_global_options)
+    for command in get_command_names():
         module = import_module(f"{__name__}.{command}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
         # a command that receives its arguments unparsed prints its own help
@@ -90,7 +90,7 @@ class CommandGroup(TyperGroup):
         print_help("shardformer COMMAND [OPTIONS]", self.help or "", [*sections, ("Options", options)], WORKFLOW)
 
 
-def _make_command_class(renamed_options: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
+def _make_command_class(renamed_options: Mapping[str, str], option_groups: Groups) -> type[TyperCommand]:
     """Create a Typer command class that shows options in groups, and that raises ConfigError for renamed options."""
 
     class Command(TyperCommand):
@@ -103,7 +103,7 @@ def _make_command_class(renamed_options: Mapping[str, str], groups: Groups) -> t
             words = [name for name, _ in arguments] + [name.split(", ")[-1] for name in required]
             usage = " ".join([ctx.command_path, *words, "[OPTIONS]"])
             others = [each for each in options if each.param_type_name != "argument"]
-            print_help(usage, self.help or "", [("Arguments", arguments), *group_options(others, groups)])
+            print_help(usage, self.help or "", [("Arguments", arguments), *group_options(others, option_groups)])
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             ctx.meta[ARGUMENTS] = list(args)
@@ -116,7 +116,7 @@ def _make_command_class(renamed_options: Mapping[str, str], groups: Groups) -> t
     return Command
 
 
-def _global_options(
+def _declare_global_options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=lambda on: _print_version(on))
     ] = False,
@@ -130,10 +130,10 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line interface. A ``ShardFormerError`` is printed without traceback, and the exit status is 2."""
     try:
-        build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
+        build_app()(None if argv is None else list(argv), prog_name="shardformer")
     except ShardFormerError as error:
         if is_traceback_enabled() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
             raise

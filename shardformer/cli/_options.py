@@ -26,7 +26,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def options_from_dataclass(
-    options_class: type[T], flags: Mapping[str, str] | None = None
+    options_class: type[T], flags_by_field: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Return a decorator that builds a Typer command with one option per field of a dataclass.
 
@@ -34,22 +34,28 @@ def options_from_dataclass(
     boolean field becomes a switch ``--name`` without ``--no-name``.
 
     Args:
-        flags: field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field. Values
-            that were passed are stored in ``options_class.parallel``.
+        flags_by_field: field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field.
+            Values that were passed are stored in ``options_class.parallel``.
     """
-    flags = flags or {}
+    flags_by_field = flags_by_field or {}
 
     def decorate(command: Callable[[T], None]) -> Callable[..., None]:
-        def run_command(**values: Any) -> None:
-            found = {name: values.pop(name) for name in flags}
-            parallel = {n: _parse_parallel_value(n, v) for n, v in found.items() if v is not None and v is not False}
-            command(options_class(**values, **({"parallel": parallel} if flags else {})))
+        def run_command(**field_values: Any) -> None:
+            found = {name: field_values.pop(name) for name in flags_by_field}
+            parallel = {
+                n: _parse_parallel_config_value(n, v) for n, v in found.items() if v is not None and v is not False
+            }
+            command(options_class(**field_values, **({"parallel": parallel} if flags_by_field else {})))
 
         hints = get_type_hints(options_class, include_extras=True)
         of_kind = [
-            _make_field_parameter(each, hints[each.name]) for each in fields(options_class) if each.name != "parallel"
+            _make_option_from_field(each, hints[each.name]) for each in fields(options_class) if each.name != "parallel"
         ]
-        parameters = [*of_kind[:1], *(_make_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
+        parameters = [
+            *of_kind[:1],
+            *(_make_parallel_config_option(name, text) for name, text in flags_by_field.items()),
+            *of_kind[1:],
+        ]
         run_command.__name__, run_command.__qualname__, run_command.__module__ = (
             command.__name__,
             command.__qualname__,
@@ -63,21 +69,25 @@ def options_from_dataclass(
     return decorate
 
 
-def _make_field_parameter(field: Field[Any], hint: Any) -> Parameter:
-    plain, help_or_option = get_args(hint)
+def _make_option_from_field(field: Field[Any], type_hint: Any) -> Parameter:
+    plain, help_or_option = get_args(type_hint)
     names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
     option = typer.Option(*names, help=help_or_option) if isinstance(help_or_option, str) else help_or_option
     default = Parameter.empty if field.default is MISSING else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
 
 
-def _make_parallel_flag(name: str, text: str) -> Parameter:
+def _make_parallel_config_option(field_name: str, help_text: str) -> Parameter:
     """Create a command-line option that sets a field of ``ParallelConfig``. By default, the field is not set."""
-    kind, _ = ParallelConfig.get_field_descriptions()[name]
+    kind, _ = ParallelConfig.get_field_descriptions()[field_name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
-    option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
+    option = parallel_config_option(
+        field_name, help_text, *([f"--{field_name.replace('_', '-')}"] if plain is bool else [])
+    )
     annotation = Annotated[bool, option] if plain is bool else Annotated[plain | None, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=False if plain is bool else None, annotation=annotation)
+    return Parameter(
+        field_name, Parameter.KEYWORD_ONLY, default=False if plain is bool else None, annotation=annotation
+    )
 
 
 METAVARS = {
@@ -87,31 +97,34 @@ METAVARS = {
 """Field of ``ParallelConfig`` -> metavar of its flag. By default N for a number, or the last word of the name."""
 
 
-def parallel_option(name: str, text: str = "", *names: str) -> Any:
+def parallel_config_option(field_name: str, help_text: str = "", *flag_names: str) -> Any:
     """Create a ``typer.Option`` that sets a ``ParallelConfig`` field. By default, its help describes the field."""
-    default = getattr(ParallelConfig, name, None)
-    is_number = ParallelConfig.get_field_descriptions()[name][0] in (int, int | None)
+    default = getattr(ParallelConfig, field_name, None)
+    is_number = ParallelConfig.get_field_descriptions()[field_name][0] in (int, int | None)
     return typer.Option(
-        *names,
-        metavar=None if names else METAVARS.get(name, "N" if is_number else name.rpartition("_")[2].upper()),
-        help=text or ParallelConfig.get_field_descriptions()[name][1].replace("`", "").replace("None: ", "Default: "),
-        show_default=str(default) if not text and default not in (None, False) else False,
+        *flag_names,
+        metavar=None
+        if flag_names
+        else METAVARS.get(field_name, "N" if is_number else field_name.rpartition("_")[2].upper()),
+        help=help_text
+        or ParallelConfig.get_field_descriptions()[field_name][1].replace("`", "").replace("None: ", "Default: "),
+        show_default=str(default) if not help_text and default not in (None, False) else False,
     )
 
 
-def _parse_parallel_value(name: str, value: Any) -> Any:
-    if name in ("tensor", "sequence"):
+def _parse_parallel_config_value(field_name: str, value: Any) -> Any:
+    if field_name in ("tensor", "sequence"):
         from shardformer.mesh.rank_grid import parse_axis_size
 
-        return parse_axis_size(value, name)
-    if name not in ("partition", "recompute_layers") or value in PARTITION_METHODS:
+        return parse_axis_size(value, field_name)
+    if field_name not in ("partition", "recompute_layers") or value in PARTITION_METHODS:
         return value
     counts = [part.strip() for part in value.split(",")]
     if all(count.isdecimal() and len(count) < 5 for count in counts):
         numbers = [int(count) for count in counts]
-        return numbers[0] if len(numbers) == 1 and name == "recompute_layers" else numbers
-    flag = f"--{name.replace('_', '-')}"
-    alternatives = f", {flag} balanced or {flag} uniform" if name == "partition" else ""
+        return numbers[0] if len(numbers) == 1 and field_name == "recompute_layers" else numbers
+    flag = f"--{field_name.replace('_', '-')}"
+    alternatives = f", {flag} balanced or {flag} uniform" if field_name == "partition" else ""
     hint = f" {suggest_similar_names(value, PARTITION_METHODS)}" if alternatives and value.isalpha() else ""
     raise ConfigError(
         f"{flag} must be a list with one number of layers per stage, but got {value}.",
@@ -119,17 +132,17 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
     )
 
 
-def check_model_directory(model: str) -> None:
-    """Raise ConfigError if ``model`` is a folder that does not contain a config.json."""
+def check_model_directory(model_path: str) -> None:
+    """Raise ConfigError if ``model_path`` is a folder that does not contain a config.json."""
     from shardformer.verify.small_models import SMALL_CONFIGS
 
-    folder = Path(model).expanduser()
-    if model in SMALL_CONFIGS or not folder.is_dir() or (folder / "config.json").is_file():
+    folder = Path(model_path).expanduser()
+    if model_path in SMALL_CONFIGS or not folder.is_dir() or (folder / "config.json").is_file():
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    example = f", such as {str(Path(model, inside[0]))!r}" if inside else ""
+    example = f", such as {str(Path(model_path, inside[0]))!r}" if inside else ""
     raise ConfigError(
-        f"The model folder {model!r} does not contain a config.json.",
+        f"The model folder {model_path!r} does not contain a config.json.",
         remedy=f"Pass a folder that save_pretrained created{example}.",
     )
 
@@ -150,14 +163,14 @@ def silence_transformers() -> None:
 MAX_PROCESSES_PER_CORE = 128
 
 
-def check_num_processes(option: str, count: int) -> None:
-    """Raise LaunchError if ``count`` exceeds the limit of 128 processes per CPU core of this machine."""
+def check_num_processes(option_name: str, num_processes: int) -> None:
+    """Raise LaunchError if ``num_processes`` exceeds the limit of 128 processes per CPU core of this machine."""
     cores = os.cpu_count() or 1
     limit = MAX_PROCESSES_PER_CORE * cores
-    if count > limit:
-        number = count if len(str(count)) < 20 else "too many"
+    if num_processes > limit:
+        number = num_processes if len(str(num_processes)) < 20 else "too many"
         raise LaunchError(
-            f"{option:.60} starts {number} processes, but the limit on this machine is {limit}.",
+            f"{option_name:.60} starts {number} processes, but the limit on this machine is {limit}.",
             remedy="Start one process per device or per CPU core.",
         )
 
@@ -186,17 +199,17 @@ def print_help(usage: str, description: str, sections: Sequence[Section], exampl
     console = Console(highlight=False)
     width = min(console.width, MAX_WIDTH)
 
-    def show(text: str, style: str = "") -> None:
+    def print_text(text: str, style: str = "") -> None:
         console.print(Text(text, style), soft_wrap=True)
 
-    show(f"Usage: {usage}", "bold")
+    print_text(f"Usage: {usage}", "bold")
     for paragraph in inspect.cleandoc(description).split("\n\n"):
-        show("\n" + textwrap.fill(" ".join(paragraph.split()), width))
+        print_text("\n" + textwrap.fill(" ".join(paragraph.split()), width))
     names = [name for _, rows in sections for name, _ in rows]
     column = min(max(map(len, names), default=0) + 4, NAMES_WIDTH)
     for title, rows in sections:
         if rows:
-            show(f"\n{title}:", "bold")
+            print_text(f"\n{title}:", "bold")
         for name, text in rows:
             lines = textwrap.wrap(text, max(width - column, 20), break_on_hyphens=False) or [""]
             head = Text(f"  {name}", "cyan")
@@ -206,11 +219,11 @@ def print_help(usage: str, description: str, sections: Sequence[Section], exampl
             head.append(" " * (column - len(head)) + lines[0], "none")
             console.print(head, soft_wrap=True)
             for line in lines[1:]:
-                show(" " * column + line)
+                print_text(" " * column + line)
     if example:
-        show("\nExample:", "bold")
+        print_text("\nExample:", "bold")
         for line in example.strip().splitlines():
-            show(f"  {line}")
+            print_text(f"  {line}")
 
 
 def format_option_row(option: Any) -> tuple[str, str]:
@@ -231,11 +244,11 @@ def format_option_row(option: Any) -> tuple[str, str]:
     return f"{', '.join(names)}{value}", text
 
 
-def group_options(options: Sequence[Any], groups: Groups) -> list[Section]:
+def group_options(options: Sequence[Any], option_groups: Groups) -> list[Section]:
     """Sort options into the sections of a help screen. Options that are in no group form the last section."""
     by_name = {str(option.name): option for option in options if not getattr(option, "hidden", False)}
     found: list[Section] = [
         (title, [format_option_row(by_name.pop(name)) for name in names if name in by_name])
-        for title, names in groups.items()
+        for title, names in option_groups.items()
     ]
-    return [*found, (OTHER if groups else "Options", [format_option_row(option) for option in by_name.values()])]
+    return [*found, (OTHER if option_groups else "Options", [format_option_row(option) for option in by_name.values()])]

@@ -107,17 +107,17 @@ def _check_versions() -> list[CheckResult]:
     return findings
 
 
-def _check_library_version(name: str, installed: str, remedy: str) -> CheckResult:
+def _check_library_version(library_name: str, installed_version: str, remedy: str) -> CheckResult:
     """Check whether the installed version of a library was tested. Older ones fail, newer ones are ``untested``."""
-    major, minor = (int(part) for part in installed.split(".")[:2])
-    oldest, newest = TESTED[name]
+    major, minor = (int(part) for part in installed_version.split(".")[:2])
+    oldest, newest = TESTED[library_name]
     if (major, minor) < oldest:
-        return CheckResult("versions", name, "failed", installed, remedy)
+        return CheckResult("versions", library_name, "failed", installed_version, remedy)
     if (major, minor) > newest:
         tested = f"{_format_version(oldest)} to {_format_version(newest)}"
-        note = f"{installed} is newer than the tested versions, {tested}, and may work"
-        return CheckResult("versions", name, "untested", installed, note)
-    return CheckResult("versions", name, "ok", installed)
+        note = f"{installed_version} is newer than the tested versions, {tested}, and may work"
+        return CheckResult("versions", library_name, "untested", installed_version, note)
+    return CheckResult("versions", library_name, "ok", installed_version)
 
 
 def _format_version(version: tuple[int, int]) -> str:
@@ -170,14 +170,14 @@ def _check_backends() -> list[CheckResult]:
 def _check_all_reduce() -> CheckResult:
     name = "all-reduce, 2 processes"
     try:
-        milliseconds = measure_all_reduce_ms()
+        milliseconds = measure_all_reduce_latency_ms()
     except WorkerError as error:
         remedy = "Check if a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo selects it"
         return CheckResult("backends", name, "failed", error.what, remedy)
     return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms for 1 MB over gloo")
 
 
-def measure_all_reduce_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
+def measure_all_reduce_latency_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
     """Start processes, and return the median time in milliseconds of a 1 MB all-reduce between them over gloo.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
@@ -218,7 +218,7 @@ def measure_all_reduce_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) 
     return float(outputs[0][0].split()[-1])
 
 
-def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
+def time_all_reduce(rank: int, num_processes: int, store_path: str) -> None:
     """Run several all-reduces with the other ranks, verify the sums, and print the median time in milliseconds."""
     import datetime
     from statistics import median
@@ -230,7 +230,7 @@ def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
 
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
+        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=num_processes, timeout=timeout
     )
     times_s, expected = [], num_processes * (num_processes + 1) / 2
     for _ in range(25):

@@ -27,7 +27,7 @@ def derive_policy(
 ) -> None:
     """Derive a sharding policy for MODEL, validate it on a reduced model, and print it as Python code."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
-    from shardformer.discovery.derive_policy import format_policy_source
+    from shardformer.discovery.derive_policy import format_policy_source_with_notes
     from shardformer.verify.model_source import call_user_function, find_model_source
 
     if not name.isidentifier() or iskeyword(name):
@@ -35,13 +35,13 @@ def derive_policy(
             f"--name {name!r} is not a valid Python class name.", remedy="Pass a class name, such as MyPolicy."
         )
     check_model_directory(model)
-    source = find_model_source(model, dropout=False)
+    source = find_model_source(model, use_dropout=False)
     if source.config is None:
-        batch_fn = source.own.get("batch_fn")
+        batch_fn = source.user_overrides.get("batch_fn")
         batch = call_user_function(lambda: batch_fn(0), f"batch_fn of {model}") if batch_fn is not None else None
         policy = infer_policy(call_user_function(source.model_fn, f"model_fn of {model}"), batch)
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    code = format_policy_source(policy, name)
+    code = format_policy_source_with_notes(policy, name)
     print(json.dumps({"model": model, "name": name, "code": code}) if as_json else code.rstrip("\n"))

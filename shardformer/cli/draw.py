@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardformer.cli._options import parallel_option
+from shardformer.cli._options import parallel_config_option
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ OPTION_GROUPS = {
 
 def draw(
     context: typer.Context,
-    schedule: Annotated[str, parallel_option("schedule")] = "1f1b",
+    schedule: Annotated[str, parallel_config_option("schedule")] = "1f1b",
     stages: Annotated[int, typer.Option(metavar="N", help="Number of pipeline stages.")] = 4,
     micro_batches: Annotated[int, typer.Option(metavar="N", help="Number of micro-batches per batch.")] = 8,
-    num_model_chunks: Annotated[int | None, parallel_option("num_model_chunks")] = None,
+    num_model_chunks: Annotated[int | None, parallel_config_option("num_model_chunks")] = None,
     durations: Annotated[
         str,
         typer.Option(
@@ -58,7 +58,7 @@ def draw(
     ] = None,
     tensor_parallel_mode: Annotated[
         str | None,
-        parallel_option("tensor_parallel_mode", "Tensor parallel mode of the grid: 2d (default), 2.5d or 3d."),
+        parallel_config_option("tensor_parallel_mode", "Tensor parallel mode of the grid: 2d (default), 2.5d or 3d."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the schedule with its times, or the shards of the grid, as JSON.")
@@ -70,12 +70,12 @@ def draw(
     """
     from rich.console import Console
 
-    _check_option_has_effect([name for name in context.params if _is_option_passed(context, name)])
+    _check_grid_options([name for name in context.params if _is_option_passed(context, name)])
     if grid is not None:
         _print_tensor_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
-    from shardformer.pipeline.schedule_chart import check_chart_path, save_chart, timeline_to_dict
+    from shardformer.pipeline.schedule_chart import check_chart_path, save_schedule_chart, timeline_to_dict
     from shardformer.pipeline.schedules import get_default_num_chunks, make_schedule, simulate_schedule
 
     if out is not None:
@@ -84,7 +84,7 @@ def draw(
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate_schedule(chosen, _parse_durations(durations, chosen), send)
     if out is not None:
-        save_chart(chosen, timeline, out)
+        save_schedule_chart(chosen, timeline, out)
     if as_json:
         print(json.dumps(timeline_to_dict(chosen, timeline)))
         return
@@ -102,12 +102,12 @@ def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) ->
         console.print("\nUse a wider terminal or --out FILE.svg to see the whole schedule.", soft_wrap=True)
 
 
-def _is_option_passed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
+def _is_option_passed(context: typer.Context, option_name: str) -> bool:
+    source = context.get_parameter_source(option_name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _check_option_has_effect(passed_options: list[str]) -> None:
+def _check_grid_options(passed_options: list[str]) -> None:
     """Raise ConfigError if schedule options were passed with ``--grid``, or grid options without it."""
     has_grid = "grid" in passed_options
     for name in passed_options:
@@ -117,91 +117,97 @@ def _check_option_has_effect(passed_options: list[str]) -> None:
             raise ConfigError(f"{option} has no effect {condition} --grid.", remedy=f"{change}, or remove {option}.")
 
 
-def _check_drawing_size(stages: int, micro_batches: int, chunks: int) -> None:
-    if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
-        most = max(MAX_MICRO_BATCHES // stages, 1)
+def _check_drawing_size(num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    if num_stages > 0 and num_micro_batches * num_stages > MAX_MICRO_BATCHES:
+        most = max(MAX_MICRO_BATCHES // num_stages, 1)
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages are too many to draw.",
+            f"{num_micro_batches} micro-batches over {num_stages} stages are too many to draw.",
             remedy=f"Use --micro-batches {most} or fewer. The pattern of the schedule is the same.",
         )
 
-    if stages * chunks * (stages + micro_batches) > MAX_CELLS:
+    if num_stages * num_chunks * (num_stages + num_micro_batches) > MAX_CELLS:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages with {chunks} model chunks each are too many to draw.",
+            f"{num_micro_batches} micro-batches over {num_stages} stages with {num_chunks} model chunks each are too "
+            "many to draw.",
             remedy="Use fewer stages, micro-batches or model chunks.",
         )
 
 
-def _print_tensor_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
+def _print_tensor_grid(console: Console, grid_size: str, tensor_parallel_mode: str, as_json: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from shardformer.mesh.rank_grid import count_ranks_on_axis, parse_axis_size
-    from shardformer.mesh.tensor_grid import compare_communication_with_1d, describe_grid_shards
+    from shardformer.mesh.tensor_grid import compare_comm_volume_with_1d, describe_grid_shards
 
-    sizes = parse_axis_size(grid, "grid")
+    sizes = parse_axis_size(grid_size, "grid")
     if (ranks := count_ranks_on_axis(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
-            f"--grid {grid} has {ranks} ranks, but the table shows at most {MAX_ROWS} ranks.",
+            f"--grid {grid_size} has {ranks} ranks, but the table shows at most {MAX_ROWS} ranks.",
             remedy="Use a smaller grid, such as 4x4, which has the same pattern.",
         )
     if as_json:
-        all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
+        all_shards = [asdict(shards) for shards in describe_grid_shards(tensor_parallel_mode, sizes)]
         print(
             json.dumps(
-                {"mode": mode, "ranks": all_shards, "sent_per_layer": dict(compare_communication_with_1d(mode, sizes))}
+                {
+                    "mode": tensor_parallel_mode,
+                    "ranks": all_shards,
+                    "sent_per_layer": dict(compare_comm_volume_with_1d(tensor_parallel_mode, sizes)),
+                }
             )
         )
         return
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each cell: number of the shard / number of shards.")
-    third = "row, column" if mode == "2d" else "row, column, depth"
+    third = "row, column" if tensor_parallel_mode == "2d" else "row, column, depth"
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):
         table.add_column(name)
     table.add_column("weights:\nheads, hidden")
-    for shards in describe_grid_shards(mode, sizes):
+    for shards in describe_grid_shards(tensor_parallel_mode, sizes):
         table.add_row(str(shards.rank), shards.place, shards.between, shards.inside, shards.weights)
     console.print(table)
     console.print("Elements that each rank sends for one layer, in the forward and backward pass, with N tokens,")
     console.print("H hidden features and W weights (V: features inside a block, E: features at the end of a block):")
-    for layout, numbers in compare_communication_with_1d(mode, sizes):
+    for layout, numbers in compare_comm_volume_with_1d(tensor_parallel_mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
 
-def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
+def _parse_durations(durations_text: str, schedule: Schedule) -> dict[ActionKind, float]:
     """Parse durations such as ``F=1,B=2`` for forward and backward. Raises ConfigError for an unknown action."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in durations_text.split(","))):
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in kinds:
             actions = ", ".join(kinds)
             raise ConfigError(
-                f"--durations {text} contains the unknown action {part!r}.",
+                f"--durations {durations_text} contains the unknown action {part!r}.",
                 remedy=f"Use the actions of the schedule {schedule.name!r}: {actions}. For example, --durations F=1.",
             )
         try:
             found[kinds[name]] = float(value)
         except ValueError as error:
             raise ConfigError(
-                f"{part!r} in --durations {text} is not a duration.", remedy=f"Use a number, such as {name}=1.5."
+                f"{part!r} in --durations {durations_text} is not a duration.",
+                remedy=f"Use a number, such as {name}=1.5.",
             ) from error
     return found
 
 
-def _color_schedule(text: str, schedule: Schedule) -> Text:
+def _color_schedule(schedule_text: str, schedule: Schedule) -> Text:
     """Color a pipeline schedule with the colors of the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, choose_action_colors, format_action
+    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, format_action, get_action_colors
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):
-        face, ink = choose_action_colors(schedule, action)
+        face, ink = get_action_colors(schedule, action)
         styles[format_action(schedule, action)] = Style(color=ink, bgcolor=face)
     result = Text()
     running: dict[str, Style] = {}  # the current action of each rank, which may continue in the next band
-    for line in text.splitlines(keepends=True):
+    for line in schedule_text.splitlines(keepends=True):
         shown = Text(line)
         head, bar, _ = line.partition("|")
         if head.startswith("  ..."):

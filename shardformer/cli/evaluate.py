@@ -14,7 +14,7 @@ from shardformer.cli.run import relaunch_in_processes
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardformer.train_command.trained_model import TrainedModel
+    from shardformer.train_command.trained_model import SavedModel
 
 OPTION_GROUPS = {"Run": ("config", "changes"), "Output": ("as_json",)}
 
@@ -51,7 +51,7 @@ def evaluate(
     silence_transformers()
     from shardformer.train_command.trained_model import evaluate_model
 
-    found = _load_trained_model(model, config, list(changes or []))
+    found = _load_saved_model(model, config, list(changes or []))
     assert found.run is not None
     if not found.run.data.has_validation_data:
         raise ConfigError(
@@ -64,29 +64,29 @@ def evaluate(
         print(json.dumps(values, indent=2) if as_json else _format_metrics(values), flush=True)
 
 
-def _load_trained_model(model: str, config: Path | None, changes: list[str]) -> TrainedModel:
+def _load_saved_model(model_path: str, config: Path | None, config_overrides: list[str]) -> SavedModel:
     from dataclasses import replace
 
     from shardformer.train_command.config_schema import load_train_config
-    from shardformer.train_command.trained_model import find_trained_model
+    from shardformer.train_command.trained_model import find_saved_model
 
-    found = find_trained_model(model)
+    found = find_saved_model(model_path)
     if found.run is not None and config is not None:
         raise ConfigError(
-            f"--config {config} has no effect, because {model!r} has its own run configuration.",
+            f"--config {config} has no effect, because {model_path!r} has its own run configuration.",
             remedy="Remove --config, or use --set to change keys of the run configuration.",
         )
     if found.run is not None:
-        return found.with_config_overrides(changes)
+        return found.with_config_overrides(config_overrides)
     if config is None:
         raise ConfigError(
-            f"{model!r} has no run configuration, which specifies the validation data.",
+            f"{model_path!r} has no run configuration, which specifies the validation data.",
             remedy="Pass a run configuration with --config FILE, or pass the folder of a training run as MODEL.",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]
-    return replace(found, run=load_train_config(config, [*changes, *model_keys]))
+    return replace(found, run=load_train_config(config, [*config_overrides, *model_keys]))
 
 
-def _format_metrics(values: dict[str, float]) -> str:
-    width = max(map(len, values))
-    return "\n".join(f"{name:{width}}  {value:,.10g}" for name, value in values.items())
+def _format_metrics(metrics: dict[str, float]) -> str:
+    width = max(map(len, metrics))
+    return "\n".join(f"{name:{width}}  {value:,.10g}" for name, value in metrics.items())

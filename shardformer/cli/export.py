@@ -41,10 +41,10 @@ def export(
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
-    from shardformer.train_command.trained_model import find_trained_model
+    from shardformer.train_command.trained_model import find_saved_model
     from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable
 
-    found = find_trained_model(checkpoint)
+    found = find_saved_model(checkpoint)
     if found.checkpoint is None:
         raise ConfigError(
             f"Cannot export {checkpoint!r}, because it is already a model folder that from_pretrained can load.",

@@ -13,7 +13,7 @@ from shardformer.cli.run import relaunch_in_processes
 from shardformer.errors import ConfigError, InputError, get_first_message_line
 
 if TYPE_CHECKING:
-    from shardformer.train_command.trained_model import TrainedModel
+    from shardformer.train_command.trained_model import SavedModel
 
 OPTION_GROUPS = {
     "Prompt": ("raw", "system"),
@@ -76,17 +76,17 @@ def generate(
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
-    from shardformer.train_command.trained_model import find_trained_model
+    from shardformer.train_command.trained_model import find_saved_model
 
     options = _validate_sampling_options({"temperature": temperature, "top_k": top_k, "top_p": top_p})
-    found = find_trained_model(model)
+    found = find_saved_model(model)
     tokenizer = found.load_processor()
     is_chat, text_in = _render_prompt(found, tokenizer, prompt, system, raw)
     ids = _tokenize_prompt(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build_lazy_model(), model)
     relaunch_in_processes(context, tensor)
     engine = found.load_engine(ParallelConfig(tensor=tensor))
-    stop = _get_stop_options(engine.model, tokenizer) if is_chat else {}
+    stop = _get_stop_kwargs(engine.model, tokenizer) if is_chat else {}
     options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
     tokens = _generate_tokens(engine, ids, seed, options)
     if engine.is_first:
@@ -96,31 +96,31 @@ def generate(
         _print_generated_text({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
 
 
-def _print_generated_text(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:
+def _print_generated_text(generation: dict[str, Any], as_json: bool, is_answer: bool) -> None:
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(generation), flush=True)
         return
-    if result["chat_template"]:
+    if generation["chat_template"]:
         note = "The prompt was inserted into the chat template as a user message. Use --raw to continue it unchanged."
         print(note, file=sys.stderr, flush=True)
-    print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
+    print(generation["text"] if is_answer else f"{generation['prompt']}{generation['text']}", flush=True)
 
 
 def _render_prompt(
-    trained_model: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool
+    saved_model: SavedModel, tokenizer: Any, prompt: str, system_message: str | None, is_raw: bool
 ) -> tuple[bool, str]:
     """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
     if not prompt:
         raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
-    if raw or trained_model.chat_template is None:
-        if system is not None:
-            reason = "with --raw" if raw else "because the model has no chat template"
+    if is_raw or saved_model.chat_template is None:
+        if system_message is not None:
+            reason = "with --raw" if is_raw else "because the model has no chat template"
             raise ConfigError(
-                f"--system {system!r:.60} has no effect {reason}.",
+                f"--system {system_message!r:.60} has no effect {reason}.",
                 remedy="Remove --system, or use a model that was trained on conversations, without --raw.",
             )
         return False, prompt
-    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = [] if system_message is None else [{"role": "system", "content": system_message}]
     return True, _apply_chat_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
 
 
@@ -138,7 +138,7 @@ def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_gen
         ) from error
 
 
-def _get_stop_options(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _get_stop_kwargs(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return arguments for ``generate`` that stop the text at the end of the model's answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_chat_template(tokenizer, [ask], True), _apply_chat_template(tokenizer, [ask, answer], False)
@@ -151,9 +151,9 @@ def _get_stop_options(model: Any, tokenizer: Any) -> dict[str, Any]:
     return options
 
 
-def _validate_sampling_options(values: dict[str, float | None]) -> dict[str, Any]:
+def _validate_sampling_options(sampling_options: dict[str, float | None]) -> dict[str, Any]:
     """Return the sampling options that are not None, such as ``temperature``. Raises ConfigError for invalid values."""
-    options = {name: value for name, value in values.items() if value is not None}
+    options = {name: value for name, value in sampling_options.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if (value := options.get(name)) is not None and not 0 < value <= most:
             flag = f"--{name.replace('_', '-')}"
@@ -181,20 +181,22 @@ def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tok
     return ids
 
 
-def _check_can_generate(model: Any, name: str) -> None:
+def _check_can_generate(model: Any, model_name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
-            f"{name!r} is a {type(model).__name__}, which cannot generate text.",
+            f"{model_name!r} is a {type(model).__name__}, which cannot generate text.",
             remedy="Pass a model with a language modeling head.",
         )
 
 
-def _generate_tokens(engine: Any, ids: Any, seed: int, options: dict[str, Any]) -> list[int]:
+def _generate_tokens(engine: Any, input_ids: Any, seed: int, generate_kwargs: dict[str, Any]) -> list[int]:
     """Return the new tokens. All ranks draw the same samples, because they have the same seed and the same logits."""
     import torch
 
     torch.manual_seed(seed)
-    ids = ids.to(engine.context.device)
+    input_ids = input_ids.to(engine.context.device)
     with torch.no_grad():
-        output: list[int] = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-    return output if engine.model.config.is_encoder_decoder else output[ids.shape[1] :]
+        output: list[int] = engine.model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), **generate_kwargs
+        )[0].tolist()
+    return output if engine.model.config.is_encoder_decoder else output[input_ids.shape[1] :]

@@ -22,9 +22,9 @@ def load_templates() -> dict[str, str]:
     }
 
 
-def describe_template(text: str) -> str:
+def describe_template(template_text: str) -> str:
     """Return the description of a template, which is the comment in its first line."""
-    return text.partition("\n")[0].lstrip("# ")
+    return template_text.partition("\n")[0].lstrip("# ")
 
 
 def _complete_template(incomplete: str) -> list[tuple[str, str]]:
@@ -72,8 +72,8 @@ def init(
     print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
 
 
-def _check_unused_options(options: dict[str, bool], condition: str) -> None:
-    for name, is_passed in options.items():
+def _check_unused_options(is_option_passed: dict[str, bool], condition: str) -> None:
+    for name, is_passed in is_option_passed.items():
         if is_passed:
             raise ConfigError(f"{name} has no effect {condition}.", remedy=f"Remove {name}.")
 

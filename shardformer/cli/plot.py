@@ -42,14 +42,14 @@ def plot(
     from shardformer.training.metrics_plot import (
         check_metric_names,
         describe_loss_differences,
-        list_metrics,
-        read_runs,
+        get_metric_names,
+        read_run_metrics,
         save_metrics_plot,
         summarize_runs_for_json,
     )
 
-    found = read_runs(runs)
-    if not list_metrics(found):
+    found = read_run_metrics(runs)
+    if not get_metric_names(found):
         names_of_runs = ", ".join(map(str, runs))
         raise ConfigError(
             f"No metrics have been recorded in {names_of_runs}.",
@@ -65,16 +65,16 @@ def plot(
     if as_json:
         print(json.dumps({**summarize_runs_for_json(found), "plot": str(path) if has_matplotlib else None}, indent=2))
     else:
-        _print_tables(console, found)
+        _print_metrics_tables(console, found)
         for line in describe_loss_differences(found):
-            _print_line(console, line, wraps=True)
+            _print_line(console, line, wrap=True)
     if has_matplotlib:
         save_metrics_plot(found, path, selected or None)
     elif out is not None:
         check_chart_path(out)
     if not as_json:
         missing = "No plot: matplotlib is not installed. pip install 'shardformer[plot]'"
-        _print_line(console, f"Plot saved to {path}" if has_matplotlib else missing, wraps=not has_matplotlib)
+        _print_line(console, f"Plot saved to {path}" if has_matplotlib else missing, wrap=not has_matplotlib)
 
 
 def _get_default_output_folder(runs: list[Path]) -> Path:
@@ -83,7 +83,7 @@ def _get_default_output_folder(runs: list[Path]) -> Path:
     return runs[0] if runs[0].is_dir() else runs[0].parent
 
 
-def _print_tables(console: Console, runs: Runs) -> None:
+def _print_metrics_tables(console: Console, runs: Runs) -> None:
     from shardformer.training.metrics_plot import summarize_runs
 
     runs = {_escape_unprintable(console, run): records for run, records in runs.items()}
@@ -122,8 +122,8 @@ def _make_metrics_table(rows: list[dict[str, str]], columns: list[str], is_trans
     return table
 
 
-def _print_line(console: Console, text: str, wraps: bool = False) -> None:
-    console.print(_escape_unprintable(console, text), soft_wrap=not wraps, markup=False)
+def _print_line(console: Console, text: str, wrap: bool = False) -> None:
+    console.print(_escape_unprintable(console, text), soft_wrap=not wrap, markup=False)
 
 
 def _escape_unprintable(console: Console, text: str) -> str:

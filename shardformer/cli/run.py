@@ -20,12 +20,12 @@ import typer
 from shardformer import launcher
 from shardformer.cli._options import ARGUMENTS, OTHER, check_num_processes, print_help
 from shardformer.errors import ConfigError, LaunchError, get_first_message_line, suggest_similar_names
-from shardformer.launcher.failure_report import FEW, describe_failures
+from shardformer.launcher.failure_report import FEW, format_failure_report
 from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    describe_stack_locations,
+    get_stack_location_lines,
     set_shutdown_timeout,
 )
 
@@ -33,62 +33,62 @@ MAX_NODES = 2**16
 MAX_TIMEOUT_S = 24 * 3600
 
 
-def check_torchrun_options(options: argparse.Namespace) -> None:
+def check_torchrun_options(args: argparse.Namespace) -> None:
     """Raise LaunchError if the value of a torchrun option, such as ``--nnodes``, is invalid."""
-    _check_process_and_node_counts(options)
-    _check_timeouts(options)
-    _check_signal_names(options.signals_to_handle)
-    if options.local_addr is not None:
+    _check_process_and_node_counts(args)
+    _check_timeouts(args)
+    _check_signal_names(args.signals_to_handle)
+    if args.local_addr is not None:
         try:
-            socket.getaddrinfo(options.local_addr, None)
+            socket.getaddrinfo(args.local_addr, None)
         except (OSError, UnicodeError) as error:
             raise LaunchError(
-                f"--local-addr {options.local_addr!r} is not an address of this machine: {error}.",
+                f"--local-addr {args.local_addr!r} is not an address of this machine: {error}.",
                 remedy="Write --local-addr 127.0.0.1, or remove it.",
             ) from error
 
 
-def _check_process_and_node_counts(options: argparse.Namespace) -> None:
+def _check_process_and_node_counts(args: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
-        num_processes = determine_local_world_size(options.nproc_per_node)
+        num_processes = determine_local_world_size(args.nproc_per_node)
     except ValueError as error:
         raise LaunchError(
-            f"--nproc_per_node {options.nproc_per_node!r} is not valid: {error}.",
+            f"--nproc_per_node {args.nproc_per_node!r} is not valid: {error}.",
             remedy="Pass a number of processes, or one of auto, cpu and gpu.",
         ) from error
     if num_processes < 1:
         raise LaunchError(
-            f"--nproc_per_node must be at least 1, but got {options.nproc_per_node}.",
+            f"--nproc_per_node must be at least 1, but got {args.nproc_per_node}.",
             remedy="Pass the number of processes to start, for example --nproc_per_node 2.",
         )
-    check_num_processes(f"--nproc_per_node {options.nproc_per_node}", num_processes)
+    check_num_processes(f"--nproc_per_node {args.nproc_per_node}", num_processes)
     try:
-        least, most = parse_min_max_nnodes(options.nnodes)
+        least, most = parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError):
         least, most = 0, 0
     if not 1 <= least <= most <= MAX_NODES:
         raise LaunchError(
-            f"--nnodes {options.nnodes!r} is neither a number of machines nor a range such as 1:4.",
+            f"--nnodes {args.nnodes!r} is neither a number of machines nor a range such as 1:4.",
             remedy="Write --nnodes 2, or remove it to run on this machine only.",
         )
-    if options.standalone and most > 1:
+    if args.standalone and most > 1:
         raise LaunchError(
-            f"--standalone runs on one machine and cannot be combined with --nnodes {options.nnodes}.",
+            f"--standalone runs on one machine and cannot be combined with --nnodes {args.nnodes}.",
             remedy="Remove one of the two options.",
         )
-    if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
+    if args.rdzv_backend == "static" and not 0 <= args.node_rank < most:
         raise LaunchError(
-            f"--node_rank {options.node_rank} is out of range for --nnodes {options.nnodes}.",
+            f"--node_rank {args.node_rank} is out of range for --nnodes {args.nnodes}.",
             remedy="Use a --node_rank from 0 to --nnodes minus 1, or a larger --nnodes.",
         )
 
 
-def _check_timeouts(options: argparse.Namespace) -> None:
-    timeouts = {"--monitor-interval": options.monitor_interval}
+def _check_timeouts(args: argparse.Namespace) -> None:
+    timeouts = {"--monitor-interval": args.monitor_interval}
     for name, value in (
-        ("--shutdown-timeout", getattr(options, "shutdown_timeout", None)),
+        ("--shutdown-timeout", getattr(args, "shutdown_timeout", None)),
         (SHUTDOWN_TIMEOUT_VARIABLE, os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)),
     ):
         if value is not None:
@@ -103,13 +103,13 @@ def _check_timeouts(options: argparse.Namespace) -> None:
             )
 
 
-def _check_signal_names(names: str) -> None:
+def _check_signal_names(signal_names: str) -> None:
     known = [member.name for member in signal.Signals if member not in (signal.SIGKILL, signal.SIGSTOP)]
-    for name in map(str.strip, names.split(",")):
+    for name in map(str.strip, signal_names.split(",")):
         if name not in known:
             hint = suggest_similar_names(name, known)
             raise LaunchError(
-                f"{name!r} in --signals-to-handle {names!r} is not a signal that can be handled.",
+                f"{name!r} in --signals-to-handle {signal_names!r} is not a signal that can be handled.",
                 remedy=f"{hint} Use signal names, such as --signals-to-handle SIGTERM,SIGINT.",
             )
 
@@ -156,36 +156,37 @@ def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]
     sys.exit(launch_script(arguments or []))
 
 
-def launch_script(arguments: Sequence[str], command_name: str = "run") -> int:
+def launch_script(argv: Sequence[str], command_name: str = "run") -> int:
     """Start a script in several processes, wait for them, and return the exit status.
 
     Args:
         command_name: the name of the command in messages.
     """
-    options = parse_run_arguments(arguments)
+    options = parse_run_arguments(argv)
     _check_script_exists(options)
     _set_num_threads(options)
-    return _run_processes(options, command_name)
+    return _launch_processes(options, command_name)
 
 
-def relaunch_in_processes(context: typer.Context, count: int) -> None:
-    """Restart the current command in ``count`` processes, unless this process is already one of them.
+def relaunch_in_processes(context: typer.Context, num_processes: int) -> None:
+    """Restart the current command in ``num_processes`` processes, unless this process is already one of them.
 
     Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
     from shardformer.mesh.init_distributed import get_launcher_env_variable
-    from shardformer.training.initialize import get_num_processes
+    from shardformer.training.initialize import get_launcher_world_size
 
     if get_launcher_env_variable() is not None:
-        if get_num_processes() != count:
+        if get_launcher_world_size() != num_processes:
             raise ConfigError(
-                f"The parallel layout needs {count} processes, but the launcher started {get_num_processes()}.",
-                remedy=f"Start {count} processes, or run the command without a launcher.",
+                f"The parallel layout needs {num_processes} processes, but the launcher started "
+                f"{get_launcher_world_size()}.",
+                remedy=f"Start {num_processes} processes, or run the command without a launcher.",
             )
-    elif count > 1:
-        check_num_processes("The layout", count)
+    elif num_processes > 1:
+        check_num_processes("The layout", num_processes)
         words = ["-m", "shardformer", str(context.info_name), *context.meta[ARGUMENTS]]
-        sys.exit(launch_script(["--nproc_per_node", str(count), *words], str(context.info_name)))
+        sys.exit(launch_script(["--nproc_per_node", str(num_processes), *words], str(context.info_name)))
 
 
 class _RunArgumentParser(argparse.ArgumentParser):
@@ -214,7 +215,7 @@ def _format_help_row(action: argparse.Action) -> tuple[str, str]:
     return f"{', '.join(names)}{'' if action.nargs == 0 else f' {metavar}'}", text
 
 
-def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_run_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of torchrun, and the additional options ``--hostfile`` and ``--host``."""
     parser = _RunArgumentParser(
         prog="shardformer run",
@@ -231,7 +232,7 @@ def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     # torch's defaults are applied last, to detect options that were passed or set in torch's PET_ variables
     defaults = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
     parser.set_defaults(**{name: None for name in defaults if f"PET_{name.upper()}" not in os.environ})
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(argv))
     _check_ignored_options(options)
     if options.hostfile is not None or options.host is not None:
         _set_options_from_hosts(options)
@@ -244,13 +245,13 @@ def parse_run_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _check_ignored_options(options: argparse.Namespace) -> None:
+def _check_ignored_options(args: argparse.Namespace) -> None:
     """Raise LaunchError for options such as ``--master-addr`` if torch's launcher would ignore them."""
-    rendezvous = "--standalone" if options.standalone else f"--rdzv-backend {options.rdzv_backend}"
-    if not options.standalone and options.rdzv_backend == "static":
+    rendezvous = "--standalone" if args.standalone else f"--rdzv-backend {args.rdzv_backend}"
+    if not args.standalone and args.rdzv_backend == "static":
         return
-    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if options.standalone else ())):
-        value = getattr(options, name)
+    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if args.standalone else ())):
+        value = getattr(args, name)
         if value not in (None, "", "none") and f"PET_{name.upper()}" not in os.environ:  # a cluster may set these
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(
@@ -272,20 +273,20 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         ) from error
 
 
-def _set_options_from_hosts(options: argparse.Namespace) -> None:
-    if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
+def _set_options_from_hosts(args: argparse.Namespace) -> None:
+    if args.standalone or args.rdzv_endpoint or args.rdzv_backend != "static":
         raise LaunchError(
             "--hostfile and --host cannot be combined with --standalone or rendezvous options like --rdzv-endpoint.",
             remedy="Remove --hostfile and --host, or remove the other options.",
         )
-    hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
-    chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
-    if options.nnodes is not None and options.nnodes != str(len(chosen)):
+    hosts = read_hostfile(args.hostfile) if args.hostfile is not None else None
+    chosen = select_hosts(args.host, hosts) if args.host is not None else hosts or []
+    if args.nnodes is not None and args.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {options.nnodes} does not match the number of hosts, which is {len(chosen)}.",
+            f"--nnodes {args.nnodes} does not match the number of hosts, which is {len(chosen)}.",
             remedy="Remove --nnodes, or select hosts with --host.",
         )
-    if options.nproc_per_node is None:
+    if args.nproc_per_node is None:
         slots = {host.slots for host in chosen}
         if len(slots) > 1:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
@@ -294,24 +295,24 @@ def _set_options_from_hosts(options: argparse.Namespace) -> None:
                 remedy="Use the same slots= for all hosts, or set the number of processes with --nproc_per_node.",
             )
         (count,) = slots
-        options.nproc_per_node = None if count is None else str(count)
-    options.nnodes = str(len(chosen))
-    options.master_addr = options.master_addr or chosen[0].name
-    if options.node_rank is None:
-        options.node_rank = find_local_host_index(chosen)
+        args.nproc_per_node = None if count is None else str(count)
+    args.nnodes = str(len(chosen))
+    args.master_addr = args.master_addr or chosen[0].name
+    if args.node_rank is None:
+        args.node_rank = find_local_host_index(chosen)
 
 
-def _is_single_machine(options: argparse.Namespace) -> bool:
-    on_free_port = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
-    return bool(options.standalone or (on_free_port and options.nnodes in ("1", "1:1")))
+def _is_single_machine(args: argparse.Namespace) -> bool:
+    on_free_port = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    return bool(args.standalone or (on_free_port and args.nnodes in ("1", "1:1")))
 
 
-def _check_script_exists(options: argparse.Namespace) -> None:
-    script: str = options.training_script
-    if options.module:
+def _check_script_exists(args: argparse.Namespace) -> None:
+    script: str = args.training_script
+    if args.module:
         name = script.partition(".")[0]  # editable installs are found by their own finders
         found = bool(PathFinder.find_spec(name, [os.getcwd(), *sys.path]) or find_spec(name))
-    elif options.no_python:
+    elif args.no_python:
         found = shutil.which(script) is not None
     else:
         found = os.path.exists(script)
@@ -325,9 +326,9 @@ def _check_script_exists(options: argparse.Namespace) -> None:
                 f"The folder {script!r} has no __main__.py.", remedy="Pass the path of a script in the folder."
             )
     if not found:
-        kind = "module" if options.module else "script"
+        kind = "module" if args.module else "script"
         folder = Path(script).parent
-        hint = suggest_similar_names(script, [] if options.module else map(str, folder.glob("*.py")))
+        hint = suggest_similar_names(script, [] if args.module else map(str, folder.glob("*.py")))
         hint, directory = f" {hint}" if hint.startswith("Did") else "", os.getcwd()
         raise LaunchError(
             f"There is no {kind} {script!r} in {directory!r}.",
@@ -335,29 +336,29 @@ def _check_script_exists(options: argparse.Namespace) -> None:
         )
 
 
-def _set_num_threads(options: argparse.Namespace) -> None:
+def _set_num_threads(args: argparse.Namespace) -> None:
     """Set OMP_NUM_THREADS to the number of CPU cores per process, unless the variable is already set."""
     from torch.distributed.run import determine_local_world_size
 
-    num_processes = determine_local_world_size(options.nproc_per_node)
+    num_processes = determine_local_world_size(args.nproc_per_node)
     if num_processes > 1:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
 
 
-def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
+def _report_missing_nodes(args: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
     """Return a context manager that reports which machines have not connected while the others wait for them."""
     from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = endpoint.rpartition(":")
-    if options.rdzv_backend != "static" or _is_single_machine(options) or options.nnodes == "1" or not port.isdigit():
+    if args.rdzv_backend != "static" or _is_single_machine(args) or args.nnodes == "1" or not port.isdigit():
         return nullcontext()
     return Rendezvous(
-        host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node"
+        host, int(port), args.node_rank, int(args.nnodes.rpartition(":")[2]), "node"
     ).report_missing_processes()
 
 
-def _run_processes(options: argparse.Namespace, command_name: str = "run") -> int:
+def _launch_processes(args: argparse.Namespace, command_name: str = "run") -> int:
     """Run the script with torch's launcher and return the exit status. After a failure, print its cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
@@ -365,33 +366,33 @@ def _run_processes(options: argparse.Namespace, command_name: str = "run") -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if not options.no_python and not options.run_path:
+    if not args.no_python and not args.run_path:
         # the worker runs the script and records its first error
-        as_module = ["-m"] if options.module else []
-        options.training_script_args = [*as_module, options.training_script, *options.training_script_args]
-        options.training_script = str(Path(launcher.__file__).with_name("worker.py"))
-        options.module = False
+        as_module = ["-m"] if args.module else []
+        args.training_script_args = [*as_module, args.training_script, *args.training_script_args]
+        args.training_script = str(Path(launcher.__file__).with_name("worker.py"))
+        args.module = False
     try:
         # `record` writes the error for an outer launcher, and logs a warning without one
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        with set_shutdown_timeout(options), _report_missing_nodes(options, torchrun.get_rdzv_endpoint(options)):
-            start(options)
+        with set_shutdown_timeout(args), _report_missing_nodes(args, torchrun.get_rdzv_endpoint(args)):
+            start(args)
     except ChildFailedError as error:
         sys.stdout.flush()
         # with several launchers, the other ones know how their ranks ended
-        alone = options.nnodes in ("1", "1:1")
-        ranks = range(torchrun.determine_local_world_size(options.nproc_per_node) if alone else 0)
-        print(describe_failures(error.failures, ranks, command_name), file=sys.stderr, flush=True)
+        alone = args.nnodes in ("1", "1:1")
+        ranks = range(torchrun.determine_local_world_size(args.nproc_per_node) if alone else 0)
+        print(format_failure_report(error.failures, ranks, command_name), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
         left = "".join(f"\nshardformer {command_name}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
-        left += "".join(f"\nshardformer {command_name}: {place}" for place in describe_stack_locations()[:FEW])
+        left += "".join(f"\nshardformer {command_name}: {place}" for place in get_stack_location_lines()[:FEW])
         if sys.stdout.isatty():
             print("\x1b[?25h", flush=True)  # the progress bar of a killed rank leaves the cursor hidden
         print(f"shardformer {command_name}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
-        endpoint, reason = torchrun.get_rdzv_endpoint(options), get_first_message_line(error)
+        endpoint, reason = torchrun.get_rdzv_endpoint(args), get_first_message_line(error)
         raise LaunchError(
             f"The machines could not connect to each other at {endpoint}: {reason}.",
             remedy="Run the same command on all machines, and check --master_addr, --master_port and the firewall of "

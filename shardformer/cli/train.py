@@ -86,7 +86,7 @@ def train(
     if dry_run:
         _print_dry_run(found, as_json)
     else:
-        _train_in_this_process(found)
+        _train_in_current_process(found)
 
 
 def _print_dry_run(config: TrainConfig, as_json: bool) -> None:
@@ -101,7 +101,7 @@ def _print_dry_run(config: TrainConfig, as_json: bool) -> None:
         print_dry_run_report(Console(highlight=False), report)
 
 
-def _train_in_this_process(config: TrainConfig) -> None:
+def _train_in_current_process(config: TrainConfig) -> None:
     """Train in this process. After a signal, print where the checkpoint is, and exit."""
     try:
         from shardformer.train_command.run import run_training
@@ -116,15 +116,15 @@ def _train_in_this_process(config: TrainConfig) -> None:
 
 def _print_resume_hint(config: TrainConfig, exit_code: Any) -> None:
     """If a signal ended the run, print the path of its checkpoint and how to resume."""
-    from shardformer.train_command.summary import describe_how_to_resume
+    from shardformer.train_command.summary import get_resume_hint
 
     if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         sys.stdout.flush()
-        print(describe_how_to_resume(config), file=sys.stderr, flush=True)
+        print(get_resume_hint(config), file=sys.stderr, flush=True)
 
 
 def _launch_and_exit(
-    config: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run_options: list[str]
+    config: TrainConfig, num_processes: int, max_restarts: int, shutdown_timeout: int | None, run_options: list[str]
 ) -> NoReturn:
     """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch_script
@@ -134,7 +134,7 @@ def _launch_and_exit(
     build_hooks(config), build_optimizer_factory(config.optimizer)  # raises errors once, before any process starts
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
-    options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
+    options = ["--nproc_per_node", str(num_processes), "--max-restarts", str(max_restarts)]
     try:
         status = launch_script([*options, "-m", MODULE, *run_options], "train")
     except KeyboardInterrupt:  # before torch's launcher handles signals
@@ -151,12 +151,12 @@ def _get_no_launch_reason(dry_run: bool) -> str | None:
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
-def _check_process_options_unused(reason: str, options: dict[str, int | None]) -> None:
+def _check_process_options_unused(no_launch_reason: str, process_options: dict[str, int | None]) -> None:
     """Raise ConfigError if options such as ``--max-restarts`` were passed but the command starts no processes."""
-    for name, value in options.items():
+    for name, value in process_options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} has no effect {reason}.",
+                f"{name} {value} has no effect {no_launch_reason}.",
                 remedy=f"Remove {name}.",
             )
 
@@ -175,37 +175,49 @@ def _get_num_processes(layout: ParallelConfig, processes: int | None) -> int:
     return count
 
 
-def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
+def print_dry_run_report(console: Console, report: DryRunReport) -> None:
     from rich.table import Table
 
     from shardformer.errors import format_bytes
     from shardformer.train_command.summary import describe_layout, print_rows
 
-    count = prod(plan.sizes.values())
+    count = prod(report.axis_sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"
-    print_rows(console, plan.summary.format_rows(describe_layout(plan.layout, plan.sizes, processes)))
+    print_rows(console, report.summary.format_rows(describe_layout(report.layout, report.axis_sizes, processes)))
     console.print()
-    console.print(plan.description, soft_wrap=True, markup=False)
+    console.print(report.description, soft_wrap=True, markup=False)
     console.print()
     table = Table(title="Memory per rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    axes = [name for name in ("pipe", "tensor") if plan.sizes[name] > 1]
+    axes = [name for name in ("pipe", "tensor") if report.axis_sizes[name] > 1]
     for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
         table.add_column(name, justify="right", no_wrap=True)
 
-    def add(rank: RankMemoryEstimate, *places: str) -> None:
-        kept = rank.persistent_bytes
-        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states, rank.step, rank.peak_bytes)
-        table.add_row(*places, *("?" if c is None else format_bytes(c) for c in cells), format_bytes(kept.host))
+    def add_rank_row(estimate: RankMemoryEstimate, *position_cells: str) -> None:
+        kept = estimate.persistent_bytes
+        cells = (
+            kept.parameters + kept.gathered,
+            kept.gradients,
+            kept.masters,
+            kept.states,
+            estimate.step_peak_bytes,
+            estimate.peak_bytes,
+        )
+        table.add_row(*position_cells, *("?" if c is None else format_bytes(c) for c in cells), format_bytes(kept.host))
 
-    for rank in plan.ranks:
-        add(rank, *(str(rank.coords[name]) for name in axes))
+    for rank in report.rank_estimates:
+        add_rank_row(rank, *(str(rank.coords[name]) for name in axes))
     console.print(table)
     console.print(
         "A step: peak of gradients, activations and temporary tensors, traced on fake tensors.", soft_wrap=True
     )
-    if plan.alone is not None and plan.alone.peak_bytes is not None:
-        console.print(f"One process without parallelism: {format_bytes(plan.alone.peak_bytes)} in all.", soft_wrap=True)
-    if plan.free_bytes is not None:
-        console.print(f"Free memory of this machine ({plan.device}): {format_bytes(plan.free_bytes)}.", soft_wrap=True)
-    if plan.why_untraced:
-        console.print(f"?: the step cannot be traced: {plan.why_untraced}", soft_wrap=True, markup=False)
+    if report.single_process_estimate is not None and report.single_process_estimate.peak_bytes is not None:
+        console.print(
+            f"One process without parallelism: {format_bytes(report.single_process_estimate.peak_bytes)} in all.",
+            soft_wrap=True,
+        )
+    if report.free_bytes is not None:
+        console.print(
+            f"Free memory of this machine ({report.device}): {format_bytes(report.free_bytes)}.", soft_wrap=True
+        )
+    if report.untraced_reason:
+        console.print(f"?: the step cannot be traced: {report.untraced_reason}", soft_wrap=True, markup=False)

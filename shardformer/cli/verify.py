@@ -187,12 +187,12 @@ def verify(options: VerifyOptions) -> None:
     from shardformer.verify.model_source import import_policy_class
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
-    _check_options(options)
+    _check_option_combinations(options)
     sources = _find_model_sources(options)
-    policy = import_policy_class(options.policy) if options.policy else sources[0].own.get("policy")
+    policy = import_policy_class(options.policy) if options.policy else sources[0].user_overrides.get("policy")
     console, reports = Console(highlight=False), []
     num_processes = prod(size or 1 for size in options.make_parallel_config().sizes.values())
-    with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
+    with WorkerPool(num_processes, timeout_s=TIMEOUT_S, module_names=("torch", "transformers")) as pool:
         for source in sources:
             with _show_status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
                 reports.append(_verify_model_class(options, source, policy, pool))
@@ -208,7 +208,7 @@ def verify(options: VerifyOptions) -> None:
         raise typer.Exit(1)
 
 
-def _check_options(options: VerifyOptions) -> None:
+def _check_option_combinations(options: VerifyOptions) -> None:
     from shardformer.config import ShardConfig
 
     for name in ("pipe", "data"):
@@ -223,7 +223,7 @@ def _check_options(options: VerifyOptions) -> None:
     layout = options.make_parallel_config()
     _check_options_have_effect(options, layout)
     check_num_processes("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
-    ShardConfig(**layout.get_shard_config_options())  # rejects unsupported combinations before anything is loaded
+    ShardConfig(**layout.get_shard_config_kwargs())  # rejects unsupported combinations before anything is loaded
     options.make_verify_training()
 
 
@@ -249,8 +249,8 @@ def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
 
     check_model_directory(options.model)
     source = find_model_source(options.model)
-    fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
-    if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
+    fixed = "batch_fn" in source.user_overrides and not hasattr(source.user_overrides["batch_fn"], "with_samples")
+    if (fixed and options.batch) or ("batch_fn" in source.user_overrides and options.tokens):
         raise ConfigError(
             f"--batch and --tokens have no effect for {options.model}, which has its own batch_fn.",
             remedy="Remove these options, or remove the batch_fn.",
@@ -278,11 +278,11 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
     import torch
 
     from shardformer.verify.model_source import TOKENS
-    from shardformer.verify.small_models import averages_loss_over_samples, compute_model_loss, count_samples
+    from shardformer.verify.small_models import compute_model_loss, count_samples, is_loss_averaged_over_samples
     from shardformer.verify.verification import verify as run_verify
 
-    weight = source.own.get("loss_weight")
-    if weight is None and source.loss_fn is compute_model_loss and averages_loss_over_samples(source.head):
+    weight = source.user_overrides.get("loss_weight")
+    if weight is None and source.loss_fn is compute_model_loss and is_loss_averaged_over_samples(source.head):
         weight = count_samples
     pipeline = options.make_verify_pipeline(weight)
     layout = options.make_parallel_config()
@@ -292,7 +292,7 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
     batch_fn = source.make_batch_fn(batch, options.tokens or TOKENS)
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
     dtype = {TrainingDtype.FP64: torch.float64, TrainingDtype.FP32: torch.float32}[options.dtype]
-    config = {**layout.get_shard_config_options(), "extra_kwargs": {}}
+    config = {**layout.get_shard_config_kwargs(), "extra_kwargs": {}}
     return run_verify(
         source.model_fn, batch_fn, sizes, data, options.steps, dtype, source.loss_fn, policy, config,
         pipeline=pipeline, training=options.make_verify_training(), pool=pool,
@@ -300,7 +300,7 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
 
 
 @contextmanager
-def _show_status(text: str) -> Iterator[None]:
+def _show_status(status_text: str) -> Iterator[None]:
     """Show a status line on the terminal while the body of a ``with`` statement runs."""
     from rich.console import Console
 
@@ -308,7 +308,7 @@ def _show_status(text: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(f"{text} ..."):
+    with console.status(f"{status_text} ..."):
         yield
 
 

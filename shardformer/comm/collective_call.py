@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
 
-from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
+from shardformer.comm.collectives import all_gather_ints, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import AnnouncedCollective
@@ -20,63 +20,63 @@ T = TypeVar("T")
 
 def run_and_compare_across_ranks(
     context: ParallelContext,
-    function: Callable[[], T],
-    fingerprint: Callable[[T], list[str]] = lambda _: [],
+    fn: Callable[[], T],
+    fingerprint_fn: Callable[[T], list[str]] = lambda _: [],
     action: str = "shard this model",
-    explain: Callable[[], None] = lambda: None,
-    error: type[ShardFormerError] = ConfigError,
+    explain_fn: Callable[[], None] = lambda: None,
+    error_class: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """Run ``function`` on every rank, and raise an error on all ranks if one fails or if their results differ.
+    """Run ``fn`` on every rank, and raise an error on all ranks if one fails or if their results differ.
 
     Return the result of this rank. Communicates one gather of a hash per axis.
 
     Args:
-        fingerprint: describes a result in lines of text, which must be equal on all ranks.
+        fingerprint_fn: describes a result in lines of text, which must be equal on all ranks.
         action: the attempted action, for error messages.
-        explain: called on all ranks if the fingerprints differ. It may communicate, and raise a more specific error.
-        error: type of the error on the other ranks if ``function`` fails on one.
+        explain_fn: called on all ranks if the fingerprints differ. It may communicate, and raise a more specific error.
+        error_class: type of the error on the other ranks if ``fn`` fails on one.
     """
-    result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
+    result, problem = _call_and_catch(lambda: (value := fn(), fingerprint_fn(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = all_gather_from_mesh((digest, _format_error(problem)), context)
+    answers = all_gather_over_mesh((digest, _format_error(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, message) in answers:
         if message is not None:
-            raise error(
+            raise error_class(
                 f"Rank {rank} cannot {action}: {message}",
                 remedy=f"See the full error in the output of rank {rank}.",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
-        explain()
-        _raise_different_plans(all_gather_from_mesh(lines, context))
+        explain_fn()
+        _raise_plan_mismatch(all_gather_over_mesh(lines, context))
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
-def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of ``function`` or its exception, so that this rank still joins the next collective."""
+def _call_and_catch(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of ``fn`` or its exception, so that this rank still joins the next collective."""
     try:
-        return function(), None
+        return fn(), None
     except Exception as error:
         return None, error
 
 
-def _format_error(problem: Exception | None) -> str | None:
-    if problem is None or isinstance(problem, ShardFormerError):
-        return str(problem) if problem else None
-    return f"{type(problem).__name__}: {problem}"
+def _format_error(exception: Exception | None) -> str | None:
+    if exception is None or isinstance(exception, ShardFormerError):
+        return str(exception) if exception else None
+    return f"{type(exception).__name__}: {exception}"
 
 
-def all_gather_from_mesh(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """Gather ``value`` from every rank of the mesh, and return a list of (global rank, value) pairs."""
-    found = [(context.rank, value)]
+def all_gather_over_mesh(local_value: T, context: ParallelContext) -> list[tuple[int, T]]:
+    """Gather ``local_value`` from every rank of the mesh, and return a list of (global rank, value) pairs."""
+    found = [(context.rank, local_value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
     return found
 
 
-def _raise_different_plans(lines_by_rank: list[tuple[int, list[str]]]) -> None:
+def _raise_plan_mismatch(lines_by_rank: list[tuple[int, list[str]]]) -> None:
     first, reference = lines_by_rank[0]
     for rank, lines in lines_by_rank:
         if lines != reference:
@@ -100,25 +100,25 @@ def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        arrivals = axis.transport.announce_collective(call_name, waits=True)
+        arrivals = axis.transport.announce_collective(call_name, wait=True)
         announced = [entry for entry in arrivals.calls if entry is not None]
         if len(announced) < axis.size:
             _raise_missing_ranks(call_name, axis, arrivals.calls, arrivals.missing)
-        if any(entry.call != call_name for entry in announced):
+        if any(entry.call_name != call_name for entry in announced):
             if any(entry.is_step for entry in announced):  # those ranks wait for the numbers
-                _gather_call_numbers(call_name, axis, ())
-            _raise_different_calls([entry.call for entry in announced], axis)
+                _all_gather_ints_for_call(call_name, axis, ())
+            _raise_call_mismatch([entry.call_name for entry in announced], axis)
 
 
-def check_same_call_and_data(call_name: str, axis: Axis, data_facts: Mapping[str, int] | None = None) -> None:
+def check_same_call_and_data(call_name: str, axis: Axis, data_fingerprints: Mapping[str, int] | None = None) -> None:
     """Check that all ranks of an axis make the same call with the same training data.
 
-    ``data_facts`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises
+    ``data_fingerprints`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises
     InputError on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
     """
-    data_facts = data_facts or {}
-    columns = zip(*gather_numbers_and_check_call(call_name, axis, list(data_facts.values())), strict=True)
-    for name, column in zip(data_facts, columns, strict=True):
+    data_fingerprints = data_fingerprints or {}
+    columns = zip(*all_gather_ints_and_check_call(call_name, axis, list(data_fingerprints.values())), strict=True)
+    for name, column in zip(data_fingerprints, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
             (first, _), other = known[0], next(rank for rank, value in known if value != known[0][1])
@@ -130,21 +130,21 @@ def check_same_call_and_data(call_name: str, axis: Axis, data_facts: Mapping[str
             )
 
 
-def gather_numbers_and_check_call(call_name: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+def all_gather_ints_and_check_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
     """All-gather integers over an axis, and check that all its ranks make the call named ``call_name``."""
     if axis.size == 1:
-        return [list(numbers)]
-    axis.transport.announce_collective(call_name, waits=False)
-    return _gather_call_numbers(call_name, axis, numbers)
+        return [list(local_ints)]
+    axis.transport.announce_collective(call_name, wait=False)
+    return _all_gather_ints_for_call(call_name, axis, local_ints)
 
 
-def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    assert len(numbers) <= NUM_FACTS
-    padded = [hash_to_int(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
-    rows = all_gather_numbers(padded, axis)
+def _all_gather_ints_for_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
+    assert len(local_ints) <= NUM_FACTS
+    padded = [hash_to_int(call_name), *local_ints, *[0] * (NUM_FACTS - len(local_ints))]
+    rows = all_gather_ints(padded, axis)
     if any(row[0] != rows[0][0] for row in rows):
-        _raise_different_calls(all_gather_objects(call, axis), axis)
-    return [row[1 : 1 + len(numbers)] for row in rows]
+        _raise_call_mismatch(all_gather_objects(call_name, axis), axis)
+    return [row[1 : 1 + len(local_ints)] for row in rows]
 
 
 def hash_to_int(value: Any) -> int:
@@ -174,9 +174,9 @@ DATA_FACTS = {
 """Error texts for ranks whose training data differs: fact -> (description of the ranks, rule, remedy)."""
 
 
-def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
+def _raise_call_mismatch(call_names: Sequence[str], axis: Axis) -> NoReturn:
     ranks: dict[str, list[int]] = {}
-    for rank, call in zip(axis.ranks, calls, strict=True):
+    for rank, call in zip(axis.ranks, call_names, strict=True):
         ranks.setdefault(call, []).append(rank)
     calls_by_rank = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
@@ -187,25 +187,26 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
 
 
 def _raise_missing_ranks(
-    call: str, axis: Axis, announced: Sequence[AnnouncedCollective | None], missing: Mapping[int, str]
+    call_name: str, axis: Axis, announced_calls: Sequence[AnnouncedCollective | None], missing_ranks: Mapping[int, str]
 ) -> NoReturn:
     others = []
-    for rank, entry in zip(axis.ranks, announced, strict=True):
+    for rank, entry in zip(axis.ranks, announced_calls, strict=True):
         if entry is None:
-            others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
-        elif entry.call != call:
-            others.append(f"rank {rank} called {entry.call}")
+            others.append(f"rank {rank} {missing_ranks.get(rank, 'did not arrive')}")
+        elif entry.call_name != call_name:
+            others.append(f"rank {rank} called {entry.call_name}")
     rank, problems, group = axis.ranks[axis.rank], "; ".join(others[:4]), axis.name.replace("_", " and ")
     raise InputError(
-        f"Rank {rank} called {call}, but {problems}.",
-        rule=f"All {axis.size} {group} ranks must call {call}.",
-        remedy=_format_call_remedy(call),
+        f"Rank {rank} called {call_name}, but {problems}.",
+        rule=f"All {axis.size} {group} ranks must call {call_name}.",
+        remedy=_format_call_remedy(call_name),
     )
 
 
-def _format_call_remedy(*calls: str) -> str:
+def _format_call_remedy(*call_names: str) -> str:
     return (
-        f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
+        f"Call {' and '.join(call_names)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call "
+        "that "
         "writes files ensures that only the first rank writes"
     )
 
@@ -215,21 +216,21 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_on_all_ranks(function: Callable[[], T], world: Axis, action: str) -> T:
-    """Call ``function`` on all ranks, and raise the same error on all ranks if one of them fails.
+def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action: str) -> T:
+    """Call ``fn`` on all ranks, and raise the same error on all ranks if one of them fails.
 
     Return the result of this rank. All ranks raise the error of the first failed rank. An OSError becomes an InputError
     that starts with ``action``. Communicates one gather of the errors.
     """
     result: list[T] = []
-    gather_from_all_ranks(lambda: result.append(function()), world, action)
+    run_and_all_gather(lambda: result.append(fn()), world_axis, action)
     return result[0]
 
 
-def gather_from_all_ranks(function: Callable[[], T], world: Axis, action: str) -> list[T]:
-    """Call ``function`` on all ranks, and return a list of the results of all ranks."""
-    value, problem = _run_and_catch(function)
-    answers = all_gather_objects((_make_failed_rank_error(problem, action, world.rank), value), world)
+def run_and_all_gather(fn: Callable[[], T], world_axis: Axis, action: str) -> list[T]:
+    """Call ``fn`` on all ranks, and return a list of the results of all ranks."""
+    value, problem = _call_and_catch(fn)
+    answers = all_gather_objects((_make_failed_rank_error(problem, action, world_axis.rank), value), world_axis)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
     for error, _ in answers:
@@ -238,22 +239,22 @@ def gather_from_all_ranks(function: Callable[[], T], world: Axis, action: str) -
     return [cast(T, result) for _, result in answers]
 
 
-def run_on_first_rank(function: Callable[[], T], world: Axis, action: str) -> T:
-    """Call ``function`` on the first rank only, and return its result or raise its error on all ranks."""
-    value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, action)
-    return cast(T, broadcast_object(value, world))
+def run_on_first_rank(fn: Callable[[], T], world_axis: Axis, action: str) -> T:
+    """Call ``fn`` on the first rank only, and return its result or raise its error on all ranks."""
+    value = run_on_all_ranks(fn if world_axis.rank == 0 else lambda: None, world_axis, action)
+    return cast(T, broadcast_object(value, world_axis))
 
 
-def _make_failed_rank_error(problem: Exception | None, action: str, rank: int) -> ShardFormerError | None:
-    if problem is None or isinstance(problem, ShardFormerError):
-        return problem
-    if isinstance(problem, OSError):
+def _make_failed_rank_error(exception: Exception | None, action: str, rank: int) -> ShardFormerError | None:
+    if exception is None or isinstance(exception, ShardFormerError):
+        return exception
+    if isinstance(exception, OSError):
         return InputError(
-            f"{action} failed on rank {rank}: {problem}.",
+            f"{action} failed on rank {rank}: {exception}.",
             remedy="Use a directory with enough space that all processes can read and write. Earlier checkpoints "
             "were kept.",
         )
     return InputError(
-        f"{action} failed on rank {rank} with {type(problem).__name__}: {problem}.",
+        f"{action} failed on rank {rank} with {type(exception).__name__}: {exception}.",
         remedy=f"See the full error in the output of rank {rank}.",
     )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.recorder import do_not_record_wait, get_num_bytes, record_collective_start
+from shardformer.comm.recorder import get_num_bytes, record_collective_start, skip_wait_recording
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
@@ -45,9 +45,12 @@ class PendingCollective:
     """A collective that is running in the background. Call ``wait()`` to get its result."""
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = do_not_record_wait
+        self,
+        works: Sequence[Work],
+        finish_fn: Callable[[], Tensor],
+        record_wait: Callable[[], None] = skip_wait_recording,
     ) -> None:
-        self._works, self._finish, self._record_wait = works, finish, record_wait
+        self._works, self._finish, self._record_wait = works, finish_fn, record_wait
 
     def wait(self) -> Tensor:
         for work in self._works:
@@ -55,47 +58,47 @@ class PendingCollective:
         self._record_wait()
         return self._finish()
 
-    def then(self, function: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return a pending collective that also applies ``function`` to the result."""
-        return PendingCollective(self._works, lambda: function(self._finish()), self._record_wait)
+    def then(self, callback: Callable[[Tensor], Tensor]) -> PendingCollective:
+        """Return a pending collective that also applies ``callback`` to the result."""
+        return PendingCollective(self._works, lambda: callback(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Start an all-reduce of ``x`` with the operation "sum" or "max". ``x`` may be overwritten.
+def start_all_reduce(tensor: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
+    """Start an all-reduce of ``tensor`` with the operation "sum" or "max". ``tensor`` may be overwritten.
 
-    Communicates one all-reduce of x.
+    Communicates one all-reduce of ``tensor``.
     """
     if axis.size == 1:
-        return PendingCollective((), lambda: x)
-    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(x), purpose)
-    x = x.contiguous()
-    is_small = axis.size == 2 and op == "sum" and get_num_bytes(x) < EXCHANGE_BELOW_BYTES
-    if is_small and axis.transport.prefers_direct_exchange(x):
-        other = torch.empty_like(x)
-        works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
-        return PendingCollective(works, lambda: other.add_(x), record_wait)
-    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, record_wait)
+        return PendingCollective((), lambda: tensor)
+    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(tensor), purpose)
+    tensor = tensor.contiguous()
+    is_small = axis.size == 2 and op == "sum" and get_num_bytes(tensor) < EXCHANGE_BELOW_BYTES
+    if is_small and axis.transport.is_direct_exchange_faster(tensor):
+        other = torch.empty_like(tensor)
+        works = axis.transport.exchange({1 - axis.rank: tensor}, {1 - axis.rank: other})
+        return PendingCollective(works, lambda: other.add_(tensor), record_wait)
+    return PendingCollective([axis.transport.all_reduce(tensor, op)], lambda: tensor, record_wait)
 
 
-def start_inplace_all_reduce(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-reduce that sums ``x`` over the axis in place. ``x`` must be contiguous."""
-    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(x), purpose)
-    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
+def start_inplace_all_reduce(tensor: Tensor, axis: Axis, purpose: str) -> PendingCollective:
+    """Start an all-reduce that sums ``tensor`` over the axis in place. ``tensor`` must be contiguous."""
+    record_wait = record_collective_start("all_reduce", axis, get_num_bytes(tensor), purpose)
+    return PendingCollective([axis.transport.all_reduce(tensor, "sum")], lambda: tensor, record_wait)
 
 
-def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
-    """All-reduce ``x`` over the axis with the operation "sum" or "max". ``x`` may be overwritten."""
+def all_reduce(tensor: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
+    """All-reduce ``tensor`` over the axis with the operation "sum" or "max". ``tensor`` may be overwritten."""
     if torch.compiler.is_compiling() and axis.size > 1:
-        reduced: Tensor = torch.ops.shardformer.all_reduce(x, axis.key, op, purpose)
+        reduced: Tensor = torch.ops.shardformer.all_reduce(tensor, axis.key, op, purpose)
         return reduced
-    return start_all_reduce(x, axis, op=op, purpose=purpose).wait()
+    return start_all_reduce(tensor, axis, op=op, purpose=purpose).wait()
 
 
 def start_all_gather(
-    x: Tensor,
+    tensor: Tensor,
     axis: Axis,
     dim: int,
     full: int | None = None,
@@ -109,58 +112,66 @@ def start_all_gather(
 
     Args:
         full: length of the result along ``dim``, split over the ranks as evenly as possible. By default, the shards of
-            all ranks have the length of ``x``.
+            all ranks have the length of ``tensor``.
         lengths: length of each rank's shard, if the split is not as even as possible.
     """
     if axis.size == 1:
-        return PendingCollective((), lambda: x)
-    x = x.contiguous()
-    dim = dim % x.dim()
+        return PendingCollective((), lambda: tensor)
+    tensor = tensor.contiguous()
+    dim = dim % tensor.dim()
     if lengths is None:
-        bounds = get_even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
+        bounds = get_even_bounds(tensor.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
-    full_bytes = get_num_bytes(x) // max(x.shape[dim], 1) * sum(lengths)
+    full_bytes = get_num_bytes(tensor) // max(tensor.shape[dim], 1) * sum(lengths)
     record_wait = record_collective_start("all_gather", axis, full_bytes, purpose)
-    if axis.transport.prefers_direct_exchange(x):
-        parts = [x if r == axis.rank else x.new_empty(_replace_dim_size(x, dim, n)) for r, n in enumerate(lengths)]
+    if axis.transport.is_direct_exchange_faster(tensor):
+        parts = [
+            tensor if r == axis.rank else tensor.new_empty(_get_shape_with_dim_size(tensor, dim, n))
+            for r, n in enumerate(lengths)
+        ]
         return PendingCollective(
-            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
+            _exchange_with_peers([tensor] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
         )
     widest = max(lengths)
-    padded = _pad_dim(x, dim, widest)
-    gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
+    padded = _pad_dim(tensor, dim, widest)
+    gathered = tensor.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
     work = axis.transport.all_gather(gathered, padded)
 
-    def finish() -> Tensor:
+    def trim_and_concat() -> Tensor:
         return torch.cat([p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths, strict=True)], dim)
 
-    return PendingCollective([work], finish, record_wait)
+    return PendingCollective([work], trim_and_concat, record_wait)
 
 
-def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-gather of one-dimensional tensors of equal length, which writes them into ``out``.
+def start_all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, axis: Axis, purpose: str
+) -> PendingCollective:
+    """Start an all-gather of one-dimensional tensors of equal length, which writes them into ``output_tensor``.
 
-    ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
+    ``input_tensor`` may be this rank's view of ``output_tensor``, which avoids a copy. Communicates one all-gather of
+    ``output_tensor``.
     """
-    own = out.view(axis.size, -1)[axis.rank]
-    if own.data_ptr() != x.data_ptr() or not has_data(x):
-        own.copy_(x)
+    own = output_tensor.view(axis.size, -1)[axis.rank]
+    if own.data_ptr() != input_tensor.data_ptr() or not has_data(input_tensor):
+        own.copy_(input_tensor)
     if axis.size == 1:
-        return PendingCollective((), lambda: out)
-    record_wait = record_collective_start("all_gather", axis, get_num_bytes(out), purpose)
-    if not axis.transport.prefers_direct_exchange(x):
-        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, record_wait)
-    works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
-    return PendingCollective(works, lambda: out, record_wait)
+        return PendingCollective((), lambda: output_tensor)
+    record_wait = record_collective_start("all_gather", axis, get_num_bytes(output_tensor), purpose)
+    if not axis.transport.is_direct_exchange_faster(input_tensor):
+        return PendingCollective([axis.transport.all_gather(output_tensor, own)], lambda: output_tensor, record_wait)
+    works = _exchange_with_peers([input_tensor] * axis.size, output_tensor.view(axis.size, -1), axis)
+    return PendingCollective(works, lambda: output_tensor, record_wait)
 
 
-def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
+def _exchange_with_peers(
+    send_tensors: Sequence[Tensor], recv_buffers: Sequence[Tensor] | Tensor, axis: Axis
+) -> Sequence[Work]:
     peers = [r for r in range(axis.size) if r != axis.rank]
-    return axis.transport.exchange({r: outgoing[r] for r in peers}, {r: incoming[r] for r in peers})
+    return axis.transport.exchange({r: send_tensors[r] for r in peers}, {r: recv_buffers[r] for r in peers})
 
 
 def all_gather(
-    x: Tensor,
+    tensor: Tensor,
     axis: Axis,
     dim: int,
     full: int | None = None,
@@ -168,60 +179,62 @@ def all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """All-gather ``x`` by concatenating the tensors of all ranks along ``dim``. See ``start_all_gather``."""
+    """All-gather ``tensor`` by concatenating the tensors of all ranks along ``dim``. See ``start_all_gather``."""
     if torch.compiler.is_compiling() and axis.size > 1:
-        gathered: Tensor = torch.ops.shardformer.all_gather(x, axis.key, dim, full, lengths, purpose)
+        gathered: Tensor = torch.ops.shardformer.all_gather(tensor, axis.key, dim, full, lengths, purpose)
         return gathered
-    return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()
+    return start_all_gather(tensor, axis, dim, full, purpose=purpose, lengths=lengths).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start a reduce-scatter that sums ``x`` over the ranks and splits the sum as evenly as possible along ``dim``.
+def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
+    """Start a reduce-scatter that sums ``tensor`` over the ranks and splits the sum nearly evenly along ``dim``.
 
-    Communicates one reduce-scatter of x.
+    Communicates one reduce-scatter of ``tensor``.
     """
     if axis.size == 1:
-        return PendingCollective((), lambda: x)
-    record_wait = record_collective_start("reduce_scatter", axis, get_num_bytes(x), purpose)
-    dim = dim % x.dim()
-    bounds = get_even_bounds(x.shape[dim], axis.size)
-    parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
+        return PendingCollective((), lambda: tensor)
+    record_wait = record_collective_start("reduce_scatter", axis, get_num_bytes(tensor), purpose)
+    dim = dim % tensor.dim()
+    bounds = get_even_bounds(tensor.shape[dim], axis.size)
+    parts = [tensor.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
     parts[axis.rank] = own = parts[axis.rank].contiguous()
-    if axis.transport.prefers_direct_exchange(x):
+    if axis.transport.is_direct_exchange_faster(tensor):
         summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
         works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
         return PendingCollective(works, lambda: _sum_in_rank_order(summands), record_wait)
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_pad_dim(p, dim, widest) for p in parts])
-    out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
+    out = tensor.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
     return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), record_wait)
 
 
-def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-to-all that sends ``x[r]`` to rank r, and concatenates the tensors that this rank receives.
+def start_all_to_all(
+    input_tensors: Sequence[Tensor], recv_sizes: Sequence[int], axis: Axis, purpose: str
+) -> PendingCollective:
+    """Start an all-to-all that sends ``input_tensors[r]`` to rank r, and concatenates the received tensors.
 
     All tensors have one dimension. Communicates one all-to-all, which is recorded as if all ranks sent as many bytes.
 
     Args:
-        sizes: number of elements that this rank receives from each rank.
+        recv_sizes: number of elements that this rank receives from each rank.
     """
-    own = x[axis.rank]
+    own = input_tensors[axis.rank]
     if axis.size == 1:
         return PendingCollective((), lambda: own)
-    sent = sum(get_num_bytes(part) for r, part in enumerate(x) if r != axis.rank)
+    sent = sum(get_num_bytes(part) for r, part in enumerate(input_tensors) if r != axis.rank)
     record_wait = record_collective_start("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
-    received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
-    works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
+    received = [own if r == axis.rank else own.new_empty(recv_sizes[r]) for r in range(axis.size)]
+    works = _exchange_with_peers([part.contiguous() for part in input_tensors], received, axis)
     return PendingCollective(works, lambda: torch.cat(received), record_wait)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """Sum ``x`` over the ranks of the axis, and return this rank's shard of the sum along ``dim``."""
+def reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
+    """Sum ``tensor`` over the ranks of the axis, and return this rank's shard of the sum along ``dim``."""
     if torch.compiler.is_compiling() and axis.size > 1:
-        scattered: Tensor = torch.ops.shardformer.reduce_scatter(x, axis.key, dim, purpose)
+        scattered: Tensor = torch.ops.shardformer.reduce_scatter(tensor, axis.key, dim, purpose)
         return scattered
-    return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
+    return start_reduce_scatter(tensor, axis, dim, purpose=purpose).wait()
 
 
 _LIBRARY = torch.library.Library("shardformer", "DEF")
@@ -234,119 +247,121 @@ for _schema in (
     _LIBRARY.define(_schema, tags=torch.Tag.cudagraph_unsafe)
 
 
-def _run_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
+def _all_reduce_impl(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
     copied = x.clone(memory_format=torch.contiguous_format)  # an operator must not write to its input
     return start_all_reduce(copied, Axis.get_by_key(axis), op=op, purpose=purpose).wait()
 
 
-def _fake_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
+def _all_reduce_fake(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _run_all_gather(
+def _all_gather_impl(
     x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
 ) -> Tensor:
     return start_all_gather(x, Axis.get_by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
 
 
-def _fake_all_gather(
+def _all_gather_fake(
     x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
 ) -> Tensor:
     if lengths is not None:
         full = sum(lengths)
     elif full is None:
         full = x.shape[dim] * Axis.get_by_key(axis).size
-    return x.new_empty(_replace_dim_size(x, dim % x.dim(), full))
+    return x.new_empty(_get_shape_with_dim_size(x, dim % x.dim(), full))
 
 
-def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
+def _reduce_scatter_impl(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     return start_reduce_scatter(x, Axis.get_by_key(axis), dim, purpose=purpose).wait()
 
 
-def _fake_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
+def _reduce_scatter_fake(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     of = Axis.get_by_key(axis)
     length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``get_even_bounds``, for symbolic lengths
-    return x.new_empty(_replace_dim_size(x, dim % x.dim(), length))
+    return x.new_empty(_get_shape_with_dim_size(x, dim % x.dim(), length))
 
 
 for _name, _run, _shape in (
-    ("all_reduce", _run_all_reduce, _fake_all_reduce),
-    ("all_gather", _run_all_gather, _fake_all_gather),
-    ("reduce_scatter", _run_reduce_scatter, _fake_reduce_scatter),
+    ("all_reduce", _all_reduce_impl, _all_reduce_fake),
+    ("all_gather", _all_gather_impl, _all_gather_fake),
+    ("reduce_scatter", _reduce_scatter_impl, _reduce_scatter_fake),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
 
 
-def get_local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def get_local_chunk(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
     if axis.size == 1:
-        return x
-    bounds = get_even_bounds(x.shape[dim], axis.size)
-    return x.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank]).contiguous()
+        return tensor
+    bounds = get_even_bounds(tensor.shape[dim], axis.size)
+    return tensor.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank]).contiguous()
 
 
-def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Broadcast a picklable object from rank ``source`` to all ranks of the axis, and return the object."""
-    return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
+def broadcast_object(local_object: Any, axis: Axis, src: int = 0) -> Any:
+    """Broadcast a picklable object from rank ``src`` to all ranks of the axis, and return the object."""
+    return local_object if axis.size == 1 else axis.transport.broadcast_object(local_object, src)
 
 
-def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
+def all_gather_objects(local_object: Any, axis: Axis) -> list[Any]:
     """Gather a picklable object from each rank of the axis, and return a list in rank order."""
-    return [value] if axis.size == 1 else axis.transport.gather_objects(value)
+    return [local_object] if axis.size == 1 else axis.transport.all_gather_objects(local_object)
 
 
 @without_fake_tensors()
-def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+def all_gather_ints(local_ints: Sequence[int], axis: Axis) -> list[list[int]]:
     """Gather 64-bit integers from each rank of the axis. All ranks must pass the same number of integers."""
-    return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
+    return [list(local_ints)] if axis.size == 1 else axis.transport.all_gather_ints(local_ints)
 
 
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrite ``x`` with the values of rank ``source`` on every rank of the axis."""
+def broadcast(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
+    """Overwrite ``tensor`` with the values of rank ``src`` on every rank of the axis."""
     if axis.size > 1:
-        axis.transport.broadcast(x, source)
-    return x
+        axis.transport.broadcast(tensor, src)
+    return tensor
 
 
-def compute_numel_and_hash(x: Tensor) -> tuple[int, int]:
-    """Return the number of elements of ``x`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
-    return x.numel(), int(compute_tensor_hash(x)) if has_data(x) else 0
+def compute_numel_and_hash(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of elements of ``tensor`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
+    return tensor.numel(), int(compute_tensor_hash(tensor)) if has_data(tensor) else 0
 
 
-def compute_tensor_hash(x: Tensor) -> Tensor:
-    """Return a hash of the bits of ``x`` as a scalar tensor on its device, without waiting for the device."""
-    flat = view_as_bytes(x)
+def compute_tensor_hash(tensor: Tensor) -> Tensor:
+    """Return a hash of the bits of ``tensor`` as a scalar tensor on its device, without waiting for the device."""
+    flat = view_as_bytes(tensor)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
     full_blocks = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
     blocks, tail = flat[:full_blocks].view(torch.int32).view(-1, CHECKSUM_BYTES // 4), flat[full_blocks:]
-    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=x.device)).sum()
+    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=tensor.device)).sum()
     sums = torch.cat([blocks.sum(1), tail_sum[None]])
-    return (sums * torch.arange(1, len(sums) + 1, device=x.device)).sum()
+    return (sums * torch.arange(1, len(sums) + 1, device=tensor.device)).sum()
 
 
-def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+def _sum_in_rank_order(tensors_by_rank: Sequence[Tensor]) -> Tensor:
     """Add the tensors received from all ranks, in rank order. More than two 16-bit tensors are added in fp32."""
-    if parts[0].element_size() >= 4 or len(parts) == 2:
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
+    if tensors_by_rank[0].element_size() >= 4 or len(tensors_by_rank) == 2:
+        total = tensors_by_rank[0] + tensors_by_rank[1]
+        for part in tensors_by_rank[2:]:
             total += part
         return total
-    return torch.stack(list(parts)).sum(0, dtype=torch.float32).to(parts[0].dtype)
+    return torch.stack(list(tensors_by_rank)).sum(0, dtype=torch.float32).to(tensors_by_rank[0].dtype)
 
 
-def _replace_dim_size(x: Tensor, dim: int, length: int) -> list[int]:
-    return [length if d == dim else n for d, n in enumerate(x.shape)]
+def _get_shape_with_dim_size(tensor: Tensor, dim: int, new_size: int) -> list[int]:
+    return [new_size if d == dim else n for d, n in enumerate(tensor.shape)]
 
 
-def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
-    if x.shape[dim] == length:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(_replace_dim_size(x, dim, length - x.shape[dim]))], dim)
+def _pad_dim(tensor: Tensor, dim: int, padded_size: int) -> Tensor:
+    if tensor.shape[dim] == padded_size:
+        return tensor.contiguous()
+    return torch.cat(
+        [tensor, tensor.new_zeros(_get_shape_with_dim_size(tensor, dim, padded_size - tensor.shape[dim]))], dim
+    )
 
 
-def gather_full_tensor(local: Tensor, spec: ShardSpec, get_axis: Callable[[str], Axis]) -> Tensor:
+def gather_full_tensor(local_shard: Tensor, shard_spec: ShardSpec, get_axis: Callable[[str], Axis]) -> Tensor:
     """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
 
     Communicates one all-gather per sharded axis, innermost first.
@@ -354,34 +369,36 @@ def gather_full_tensor(local: Tensor, spec: ShardSpec, get_axis: Callable[[str],
     Args:
         get_axis: function that returns the axis with a given name.
     """
-    return gather_full_tensors([local], [spec], get_axis)[0]
+    return gather_full_tensors([local_shard], [shard_spec], get_axis)[0]
 
 
 def gather_full_tensors(
-    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
+    local_shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
     """All-gather the shards of several tensors, and return the full tensors on every rank.
 
     Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """
     full, by_layout = dict[int, Tensor](), dict[object, list[int]]()
-    for i, (local, spec) in enumerate(zip(tensors, specs, strict=True)):
+    for i, (local, spec) in enumerate(zip(local_shards, shard_specs, strict=True)):
         if spec.is_sharded:
             by_layout.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
         else:
             full[i] = local.detach().clone()
     for group in by_layout.values():
-        joined = _gather_tensors_of_same_layout([tensors[i] for i in group], [specs[i] for i in group], get_axis)
+        joined = _gather_shards_of_same_layout(
+            [local_shards[i] for i in group], [shard_specs[i] for i in group], get_axis
+        )
         full.update(zip(group, joined, strict=True))
-    return [full[i] for i in range(len(tensors))]
+    return [full[i] for i in range(len(local_shards))]
 
 
-def _gather_tensors_of_same_layout(
-    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
+def _gather_shards_of_same_layout(
+    local_shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    places, axes = specs[0].list_rank_coords(), specs[0].axes
-    flat = torch.cat([local.detach().reshape(-1) for local in tensors])
-    numels = [[prod(spec.get_local_shape(c)) for spec in specs] for c in places]
+    places, axes = shard_specs[0].get_all_rank_coords(), shard_specs[0].axes
+    flat = torch.cat([local.detach().reshape(-1) for local in local_shards])
+    numels = [[prod(spec.get_local_shape(c)) for spec in shard_specs] for c in places]
     sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, numels, strict=True)}
     names = list(axes)
     for at in range(len(names) - 1, -1, -1):
@@ -393,9 +410,10 @@ def _gather_tensors_of_same_layout(
             merged[place[:at]] = merged.get(place[:at], 0) + size
         sizes = merged
     flat_shards = iter(flat.split([size for of_place in numels for size in of_place]))
-    shards = [[next(flat_shards).view(spec.get_local_shape(c)) for spec in specs] for c in places]
+    shards = [[next(flat_shards).view(spec.get_local_shape(c)) for spec in shard_specs] for c in places]
     return [
-        spec.assemble_full_tensor(of_tensor) for spec, of_tensor in zip(specs, zip(*shards, strict=True), strict=True)
+        spec.assemble_full_tensor(of_tensor)
+        for spec, of_tensor in zip(shard_specs, zip(*shards, strict=True), strict=True)
     ]
 
 
@@ -407,7 +425,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a ``backward`` method raise an error if it is called with ``create_graph=True``."""
 
     @wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
+    def backward_once(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "Tensor parallelism does not support backward(create_graph=True).",
@@ -415,7 +433,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *grads)
 
-    return checked
+    return backward_once
 
 
 class CopyToTpRegion(Function):
@@ -493,70 +511,70 @@ class _GatherFromRegion(Function):
         return get_local_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
 
 
-def get_local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def get_local_slices(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """Copy this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
-    slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
+    slices = [tensor.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
-def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
-    gathered = all_gather(x, axis, dim, lengths=split.get_local_lengths(), purpose=purpose)
+def _gather_slices(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+    gathered = all_gather(tensor, axis, dim, lengths=split.get_local_lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
     if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension
         return gathered
     order = torch.cat([split.indices(rank) for rank in range(axis.size)])
-    return gathered.index_select(dim, order.argsort().to(x.device))
+    return gathered.index_select(dim, order.argsort().to(tensor.device))
 
 
-def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Pass ``x`` unchanged into a tensor-parallel block, and all-reduce its gradient in the backward pass.
+def copy_to_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
+    """Pass ``tensor`` unchanged into a tensor-parallel block, and all-reduce its gradient in the backward pass.
 
     Raises:
-        ConfigError: ``x`` is a parameter that is sharded over ``axis``. The sum of the gradients of different shards
-            would be wrong, and gloo aborts if their sizes differ.
+        ConfigError: ``tensor`` is a parameter that is sharded over ``axis``. The sum of the gradients of different
+            shards would be wrong, and gloo aborts if their sizes differ.
     """
     if axis.size == 1:
-        return x
-    name, axes = getattr(x, SHARD_OF, ("", ())) if isinstance(x, nn.Parameter) else ("", ())
+        return tensor
+    name, axes = getattr(tensor, SHARD_OF, ("", ())) if isinstance(tensor, nn.Parameter) else ("", ())
     if axis.name in axes:
         raise ConfigError(
             f"copy_to_tp_region does not support the parameter {name!r}, which is sharded over the {axis.name} axis.",
             remedy="Use the sharded parameter directly, without copy_to_tp_region.",
         )
-    copied: Tensor = CopyToTpRegion.apply(x, axis)
+    copied: Tensor = CopyToTpRegion.apply(tensor, axis)
     return copied
 
 
-def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the partial results ``x`` of all ranks at the end of a tensor-parallel block."""
-    return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
+def reduce_from_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
+    """All-reduce the partial results ``tensor`` of all ranks at the end of a tensor-parallel block."""
+    return tensor if axis.size == 1 else _ReduceFromTpRegion.apply(tensor, axis)
 
 
-def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
-    """All-gather the sequence shards ``x`` of all ranks at the start of a tensor-parallel block.
+def gather_from_sp_region(tensor: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
+    """All-gather the sequence shards ``tensor`` of all ranks at the start of a tensor-parallel block.
 
     Dimension ``dim`` of the result has the length ``full_length``. Forward: one all-gather. Backward: one
     reduce-scatter.
     """
-    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, axis, dim, full_length)
+    return tensor if axis.size == 1 else _GatherFromSpRegion.apply(tensor, axis, dim, full_length)
 
 
-def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum ``x`` over all ranks, and return only this rank's shard of the sum along ``dim``.
+def reduce_scatter_to_sp_region(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sum ``tensor`` over all ranks, and return only this rank's shard of the sum along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """
-    return x if axis.size == 1 else _ReduceScatterToSpRegion.apply(x, axis, dim)
+    return tensor if axis.size == 1 else _ReduceScatterToSpRegion.apply(tensor, axis, dim)
 
 
-def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def scatter_to_region(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """Return this rank's slices of a replicated tensor, and all-gather their gradients in the backward pass."""
-    return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
+    return tensor if axis.size == 1 else _ScatterToRegion.apply(tensor, axis, dim % tensor.dim(), split)
 
 
-def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
+def gather_from_region(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
     """All-gather a tensor that is sharded along ``dim``, and slice its gradient in the backward pass.
 
     For computations that every rank does in full. Forward: one all-gather. Backward: no communication.
     """
-    return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)
+    return tensor if axis.size == 1 else _GatherFromRegion.apply(tensor, axis, dim % tensor.dim(), split, purpose)

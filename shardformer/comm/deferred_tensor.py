@@ -21,8 +21,8 @@ from shardformer.comm.sharded_tensor import (
     METADATA,
     Args,
     Kwargs,
-    find_functions_by_name,
-    get_wrapper_metadata,
+    call_on_wrapper_tensor,
+    find_torch_functions,
     is_inplace,
 )
 from shardformer.mesh.parallel_context import Axis
@@ -61,20 +61,26 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def from_local(
-        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, region: Any, resolve: Map, to_local: Map
+        cls,
+        local_tensor: Tensor,
+        full_shape: tuple[int, ...],
+        axis: Axis | None,
+        region: Any,
+        compute_full: Map,
+        to_local: Map,
     ) -> Self:
-        if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _LocalToFull.apply(local, lambda: cls._make_wrapper(local, shape), to_local)
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            made: Self = _LocalToFull.apply(local_tensor, lambda: cls._make_wrapper(local_tensor, full_shape), to_local)
         else:
-            made = cls._make_wrapper(local, shape)
-        made.local, made.axis, made.region = local, axis, region
-        made._resolve, made._to_local, made._is_watched = resolve, to_local, False
+            made = cls._make_wrapper(local_tensor, full_shape)
+        made.local, made.axis, made.region = local_tensor, axis, region
+        made._resolve, made._to_local, made._is_watched = compute_full, to_local, False
         made._full, made._written, made._own = None, 0, None
         return made
 
     @classmethod
-    def _make_wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
-        wrapper: Self = make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+    def _make_wrapper(cls, local_tensor: Tensor, full_shape: tuple[int, ...]) -> Self:
+        wrapper: Self = make_wrapper_subclass(cls, full_shape, dtype=local_tensor.dtype, device=local_tensor.device)
         return wrapper
 
     @property
@@ -84,18 +90,18 @@ class DeferredTensor(Tensor):
         return not self._is_watched and not is_written
 
     @property
-    def computed_value(self) -> Tensor | None:
+    def cached_full_tensor(self) -> Tensor | None:
         """The full tensor without gradient history, or None if it has not been computed yet."""
         return self._full
 
-    def cache_full_tensor(self, full: Tensor) -> None:
+    def cache_full_tensor(self, full_tensor: Tensor) -> None:
         """Cache the full tensor for later calls, unless it was computed in inference mode."""
-        if not full.is_inference():
-            self._full, self._written = full, full._version
+        if not full_tensor.is_inference():
+            self._full, self._written = full_tensor, full_tensor._version
 
-    def is_computed_by(self, node: Any) -> bool:
-        """Return whether ``node`` is the autograd node that computed this full tensor."""
-        return getattr(node, "to_local", None) is self._to_local
+    def is_output_of_node(self, autograd_node: Any) -> bool:
+        """Return whether ``autograd_node`` is the autograd node that computed this full tensor."""
+        return getattr(autograd_node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:
         """Return the full values as a plain tensor that supports autograd. Communicates only at the first call."""
@@ -120,8 +126,8 @@ class DeferredTensor(Tensor):
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and (func in _METADATA or func in _WATCHES):
             first._is_watched |= func in _WATCHES
-            return get_wrapper_metadata(func, args, kwargs)
-        if first is not None and _returns_input(func, first, args[1:]):
+            return call_on_wrapper_tensor(func, args, kwargs)
+        if first is not None and _is_identity_view(func, first, args[1:]):
             return first
         if first is not None and is_inplace(func, kwargs):  # the modified tensor replaces the deferred one
             value = first.full_tensor()
@@ -144,9 +150,9 @@ class DeferredTensor(Tensor):
 
 class _LocalToFull(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, make: Callable[[], Tensor], to_local: Map) -> Tensor:
+    def forward(ctx: Any, local_tensor: Tensor, make_full_tensor: Callable[[], Tensor], to_local: Map) -> Tensor:
         ctx.to_local = to_local
-        return make()
+        return make_full_tensor()
 
     @staticmethod
     @once_differentiable
@@ -154,13 +160,13 @@ class _LocalToFull(Function):
         return ctx.to_local(grad), None, None
 
 
-def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a view function with these arguments returns all of ``x`` unchanged, as ``x[:]`` does."""
+def _is_identity_view(func: Any, deferred_tensor: DeferredTensor, args: tuple[Any, ...]) -> bool:
+    """Return whether a view function returns all of ``deferred_tensor`` unchanged, as ``deferred_tensor[:]`` does."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
         return False
-    full = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    full = torch.empty(deferred_tensor.shape, dtype=deferred_tensor.dtype, device="meta")
     result = func(full, *args)
     has_same_layout = (result.shape, result.stride(), result.dtype) == (full.shape, full.stride(), full.dtype)
     return has_same_layout and get_storage_id(result) == get_storage_id(full)
@@ -171,7 +177,7 @@ def resolve_deferred_tensors(output: Any) -> Any:
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
-_METADATA = METADATA.union(find_functions_by_name("requires_grad"))
+_METADATA = METADATA.union(find_torch_functions("requires_grad"))
 """Attributes that can be read without computing the full values."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 """Functions that access the gradient of the full tensor. After one of them, ``local`` can no longer be used."""

@@ -49,7 +49,9 @@ class CollectiveRecorder:
         self._hooks = [] if self.model is None else _register_module_tracking_hooks(self.model, traffic)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, exc_traceback: TracebackType | None
+    ) -> None:
         traffic, (call, event) = self._collective_log, self._first
         for remove in self._hooks:
             remove()
@@ -84,43 +86,45 @@ class CollectiveRecorder:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
-def _register_module_tracking_hooks(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
-    outer = traffic.where.module
+def _register_module_tracking_hooks(model: nn.Module, collective_log: CollectiveLog) -> list[Any]:
+    outer = collective_log.where.module
     running = [outer]
 
-    def make_enter_hook(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if not name:  # a pipeline stage may abort its previous forward pass without running its hooks
+    def make_forward_pre_hook(module_path: str) -> Callable[..., None]:
+        def forward_pre_hook(*_: Any) -> None:
+            if not module_path:  # a pipeline stage may abort its previous forward pass without running its hooks
                 running[:] = [outer]
-            running.append(name)
-            traffic.where = traffic.where._replace(module=name)
+            running.append(module_path)
+            collective_log.where = collective_log.where._replace(module=module_path)
 
-        return hook
+        return forward_pre_hook
 
-    def leave_hook(*_: Any) -> None:
+    def forward_hook(*_: Any) -> None:
         running.pop()
-        traffic.where = traffic.where._replace(module=running[-1])
+        collective_log.where = collective_log.where._replace(module=running[-1])
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        enter_hook = make_enter_hook(name)
-        hooks.append(register_forward_hooks(module, HookOrder.RECORDER, enter_hook, leave_hook, always_call=True))
+        enter_hook = make_forward_pre_hook(name)
+        hooks.append(register_forward_hooks(module, HookOrder.RECORDER, enter_hook, forward_hook, always_call=True))
     return hooks
 
 
-def do_not_record_wait() -> None:
+def skip_wait_recording() -> None:
     """Do nothing when the process waits for a collective while no recorder is active."""
 
 
 def record_collective_start(
-    op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None
+    op: str, axis: Axis, payload_bytes: int, purpose: str, *, num_ranks: int | None = None
 ) -> Callable[[], None]:
     """Record that a collective starts, and return a callback that records when the process waits for it."""
     traffic = axis.traffic
     if not traffic.enabled:
-        return do_not_record_wait
-    return traffic.record_start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
+        return skip_wait_recording
+    return traffic.record_start(
+        CollectiveRecord(op, axis.name, num_ranks or axis.size, payload_bytes, purpose, traffic.where)
+    )
 
 
-def get_num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def get_num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

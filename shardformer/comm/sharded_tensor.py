@@ -57,10 +57,12 @@ class ShardedTensor(Tensor):
     _full: Tensor | None
 
     @classmethod
-    def _wrap(cls, local: Tensor, dim: int, size: int, dtype: torch.dtype, **options: Any) -> Self:
-        shape = torch.Size(size if d == dim else n for d, n in enumerate(local.shape))
-        self: Self = make_wrapper_subclass(cls, shape, dtype=dtype, device=local.device, **options)
-        self.local, self.shard_dim, self._full = local, dim, None
+    def _wrap_local_shard(
+        cls, local_shard: Tensor, dim: int, full_size: int, dtype: torch.dtype, **kwargs: Any
+    ) -> Self:
+        shape = torch.Size(full_size if d == dim else n for d, n in enumerate(local_shard.shape))
+        self: Self = make_wrapper_subclass(cls, shape, dtype=dtype, device=local_shard.device, **kwargs)
+        self.local, self.shard_dim, self._full = local_shard, dim, None
         self.full_shape, self.full_dtype = shape, dtype
         return self
 
@@ -150,9 +152,9 @@ class ShardedTensor(Tensor):
         self.raise_unsupported(f"copy and pickle do not support {self.TEXT[0]}")
 
 
-def to_full_tensors(value: Any) -> Any:
+def to_full_tensors(tree: Any) -> Any:
     """Replace every ``ShardedTensor`` in a nested value by the full tensor that it represents."""
-    return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
+    return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), tree)
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -179,15 +181,15 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
     return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
 
 
-def get_wrapper_metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def call_on_wrapper_tensor(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Read a tensor attribute, such as the full shape or the dtype, without gathering the shards."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def make_empty_full_view(x: ShardedTensor) -> Tensor:
-    """Return a placeholder with the full shape, dtype and device of ``x`` that needs almost no memory."""
-    return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
+def make_empty_full_view(sharded_tensor: ShardedTensor) -> Tensor:
+    """Return a placeholder with the full shape, dtype and device of ``sharded_tensor`` that needs almost no memory."""
+    return sharded_tensor.local.new_empty((), dtype=sharded_tensor.full_dtype).expand(sharded_tensor.full_shape)
 
 
 def _call_factory_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -214,19 +216,27 @@ def apply_elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x.with_local_shard(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
 
 
-def _get_local_operand(value: Any, x: ShardedTensor) -> Any:
+def _get_local_operand(operand: Any, sharded_tensor: ShardedTensor) -> Any:
     """Return this rank's slice of an operand, or NotImplemented if the operation needs the full tensors."""
-    if not isinstance(value, Tensor):
-        known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
-        return value if known else NotImplemented
-    if isinstance(value, ShardedTensor):
-        return value.to_local() if type(value) is type(x) and x.has_same_sharding(value) else NotImplemented
-    if value.requires_grad and torch.is_grad_enabled() and not x.sums_operand_gradients():
+    if not isinstance(operand, Tensor):
+        known = operand is None or isinstance(operand, Number | str | torch.dtype | torch.device | torch.memory_format)
+        return operand if known else NotImplemented
+    if isinstance(operand, ShardedTensor):
+        return (
+            operand.to_local()
+            if type(operand) is type(sharded_tensor) and sharded_tensor.has_same_sharding(operand)
+            else NotImplemented
+        )
+    if operand.requires_grad and torch.is_grad_enabled() and not sharded_tensor.sums_operand_gradients():
         return NotImplemented  # each rank would only add its own share of the gradient
-    back = x.shard_dim - len(x.full_shape)
-    if value.dim() < -back or value.shape[back] == 1:
-        return value
-    return x.slice_to_local(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
+    back = sharded_tensor.shard_dim - len(sharded_tensor.full_shape)
+    if operand.dim() < -back or operand.shape[back] == 1:
+        return operand
+    return (
+        sharded_tensor.slice_to_local(operand, back)
+        if operand.shape[back] == sharded_tensor.full_shape[back]
+        else NotImplemented
+    )
 
 
 def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -248,11 +258,11 @@ def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(result, Tensor):
         return x.make_view(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
 
-    def replay(full: Tensor, number: int) -> Tensor:
-        part: Tensor = func(full, *rest, **kwargs)[number]
+    def replay_view(full_tensor: Tensor, number: int) -> Tensor:
+        part: Tensor = func(full_tensor, *rest, **kwargs)[number]
         return part
 
-    return type(result)(x.make_view(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
+    return type(result)(x.make_view(part, dim, partial(replay_view, number=i)) for i, part in enumerate(result))
 
 
 def copy_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -270,7 +280,7 @@ def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 def convert_reshape_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Convert the arguments of ``view`` or ``reshape`` for the local shard, or return None if this is impossible."""
-    sizes = _get_sizes(args)
+    sizes = _unpack_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     if sharded_dim != len(shape) - 1:
@@ -280,7 +290,7 @@ def convert_reshape_args(shape: Sequence[int], sharded_dim: int, args: Args, kwa
 
 
 def convert_expand_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    sizes = _get_sizes(args)
+    sizes = _unpack_sizes(args)
     after = sharded_dim + len(sizes) - len(shape)
     if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded_dim]):
         return None
@@ -321,25 +331,25 @@ def convert_transpose_args(shape: Sequence[int], sharded_dim: int, args: Args, k
 
 
 def convert_permute_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded_dim), args)
+    return ([dim % len(shape) for dim in _unpack_sizes(args)].index(sharded_dim), args)
 
 
-def _make_dim_rule(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+def _make_dim_args_converter(arg_position: int, default_dim: int, drop_dim: bool = False) -> Callable[..., Placed]:
     """Create a function that converts the arguments of ``select`` and similar functions for the local shard."""
 
-    def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-        dim = _get_dim_argument(args, kwargs, position, "dim", default)
-        if not isinstance(dim, int) or dim % len(shape) == sharded:
+    def convert_dim_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+        dim = _get_dim_argument(args, kwargs, arg_position, "dim", default_dim)
+        if not isinstance(dim, int) or dim % len(shape) == sharded_dim:
             return None
-        return sharded - (drops_dim and dim % len(shape) < sharded), args
+        return sharded_dim - (drop_dim and dim % len(shape) < sharded_dim), args
 
-    return rule
+    return convert_dim_args
 
 
-select = _make_dim_rule(0, 0, drops_dim=True)
-unbind = _make_dim_rule(0, 0, drops_dim=True)
-narrow = _make_dim_rule(0, 0)
-split = _make_dim_rule(1, 0)
+select = _make_dim_args_converter(0, 0, drop_dim=True)
+unbind = _make_dim_args_converter(0, 0, drop_dim=True)
+narrow = _make_dim_args_converter(0, 0)
+split = _make_dim_args_converter(1, 0)
 
 
 def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -367,26 +377,26 @@ def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwarg
     return where, args
 
 
-def _count_indexed_dims(key: Any) -> int | None:
-    if key is None or isinstance(key, EllipsisType):
+def _count_indexed_dims(index_item: Any) -> int | None:
+    if index_item is None or isinstance(index_item, EllipsisType):
         return 0
-    if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
+    if isinstance(index_item, slice) or (isinstance(index_item, int) and not isinstance(index_item, bool)):
         return 1
-    if isinstance(key, Tensor):
-        return key.dim() if key.dtype in (torch.bool, torch.uint8) else 1
+    if isinstance(index_item, Tensor):
+        return index_item.dim() if index_item.dtype in (torch.bool, torch.uint8) else 1
     return None
 
 
-def _get_sizes(args: Args) -> tuple[Any, ...]:
+def _unpack_sizes(args: Args) -> tuple[Any, ...]:
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-def _get_dim_argument(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
+def _get_dim_argument(args: Args, kwargs: Kwargs, arg_position: int, arg_name: str, default: int) -> Any:
+    return args[arg_position] if len(args) > arg_position else kwargs.get(arg_name, default)
 
 
-def _replace_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return tuple(size if d == dim else n for d, n in enumerate(sizes))
+def _replace_size(sizes: Sequence[int], dim: int, new_size: int) -> tuple[int, ...]:
+    return tuple(new_size if d == dim else n for d, n in enumerate(sizes))
 
 
 VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
@@ -421,16 +431,16 @@ ELEMENTWISE = """
     sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
     """
 _SHARED: Mapping[Rule, str] = {
-    get_wrapper_metadata: _METADATA,
+    call_on_wrapper_tensor: _METADATA,
     _call_factory_function: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
 }
 
 
-def find_functions_by_name(names: str) -> Iterator[Any]:
+def find_torch_functions(function_names: str) -> Iterator[Any]:
     """Yield the functions that have these names in torch.Tensor, torch and torch.nn.functional."""
-    for name in names.split():
+    for name in function_names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
             if hasattr(function, "__set__"):  # an attribute of a tensor, which torch names by its getter
@@ -439,10 +449,12 @@ def find_functions_by_name(names: str) -> Iterator[Any]:
                 yield function
 
 
-def build_rule_table(names: Mapping[Rule, str]) -> dict[Any, Rule]:
+def build_rule_table(names_by_rule: Mapping[Rule, str]) -> dict[Any, Rule]:
     """Return a dict that maps torch functions to the rules for applying them to shards."""
-    return {function: rule for rule, text in {**_SHARED, **names}.items() for function in find_functions_by_name(text)}
+    return {
+        function: rule for rule, text in {**_SHARED, **names_by_rule}.items() for function in find_torch_functions(text)
+    }
 
 
-METADATA = frozenset(find_functions_by_name(_METADATA))
+METADATA = frozenset(find_torch_functions(_METADATA))
 """Attributes of a wrapper that can be read without its values."""

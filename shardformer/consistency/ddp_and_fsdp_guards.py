@@ -103,7 +103,7 @@ def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
 
 def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if parameters were added to the model after it was sharded."""
-    known = metadata.get_entries_by_param()
+    known = metadata.get_entries_by_param_id()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
         name = new[0]
@@ -113,8 +113,8 @@ def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> Non
         )
 
 
-def _make_wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
+def _make_wrapper_error(wrapper_name: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
-        f"The model is sharded over {context} and cannot be wrapped in {wrapper}.",
+        f"The model is sharded over {context} and cannot be wrapped in {wrapper_name}.",
         remedy="Remove the wrapper. For data parallelism, use shard_model(model, data=...).",
     )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.collective_call import all_gather_from_mesh
+from shardformer.comm.collective_call import all_gather_over_mesh
 from shardformer.comm.collectives import (
-    all_gather_numbers,
+    all_gather_ints,
     all_gather_objects,
     broadcast,
     broadcast_object,
@@ -22,10 +22,10 @@ from shardformer.comm.collectives import (
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.meta_init.init_recipe import describe_init_recipe, get_deferred_storage, iter_random_init_steps
+from shardformer.meta_init.init_recipe import fingerprint_init_recipe, get_deferred_storage, iter_random_init_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
-from shardformer.module_paths import find_model_configs, list_named_tensors
-from shardformer.random_state import get_random_states, hash_random_states, set_random_states
+from shardformer.module_paths import find_model_configs, named_params_and_buffers
+from shardformer.random_state import get_rng_states, hash_rng_states, set_rng_states
 from shardformer.torch_compat import has_meta_tensors
 
 
@@ -33,11 +33,11 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
     """Describe the modules, config and parameters of a model as text, to check that all ranks built the same model."""
     return (
         [type(model).__name__]
-        + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
+        + [f"{path or 'model'}: {_format_module_fingerprint(module)}" for path, module in model.named_modules()]
         + [
             f"config.{name}={value}"
             for config in find_model_configs(model)
-            for name, value in _iterate_plain_config_fields(config)
+            for name, value in _iter_plain_config_fields(config)
         ]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
@@ -45,14 +45,14 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
             for n, p in find_packed_weights(model).items()
         ]
         + [
-            f"{n}: {describe_init_recipe(place)}"
-            for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
+            f"{n}: {fingerprint_init_recipe(place)}"
+            for n, t in (named_params_and_buffers(model) if has_meta_tensors(model) else ())
             if (place := get_deferred_storage(t)) is not None
         ]
     )
 
 
-def _format_module(module: nn.Module) -> str:
+def _format_module_fingerprint(module: nn.Module) -> str:
     """Return the class name of a module and its numeric, string and function attributes as text."""
     attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
@@ -62,7 +62,7 @@ def _format_module(module: nn.Module) -> str:
     return f"{type(module).__qualname__}({', '.join(attributes)})"
 
 
-def _iterate_plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
+def _iter_plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each config field that is a number, string or list, except ``name_or_path``."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
@@ -75,7 +75,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     Parameters that are not yet materialized get the random state of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
-    named = list_named_tensors(model)
+    named = named_params_and_buffers(model)
     packed = set(map(id, find_packed_weights(model).values()))  # the ranks compared them in the fingerprint
     tensors = [t for _, t in named if id(t) not in packed and t.numel() and not t.is_meta]
     waiting = named if has_meta_tensors(model) else ()
@@ -83,21 +83,21 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     steps = [step for place in places for step in iter_random_init_steps(place)]
     notes = []
     for axis in axes:
-        states = b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None)
-        if differs_across_ranks(hashlib.sha256(states).hexdigest(), axis):
-            for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
-                step.state = state
+        states = b"".join(step.rng_state.numpy().tobytes() for step in steps if step.rng_state is not None)
+        if is_different_across_ranks(hashlib.sha256(states).hexdigest(), axis):
+            for step, state in zip(steps, broadcast_object([step.rng_state for step in steps], axis), strict=True):
+                step.rng_state = state
             notes.append(f"The {axis.name} ranks had different initial random states. They now use those of rank 0.")
-        if axis.size > 1 and tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):
+        if axis.size > 1 and tensors and is_different_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):
             for t in tensors:
                 broadcast(t.data, axis)
             notes.append(f"The {axis.name} ranks had different initial weights. They now use those of rank 0.")
     return notes
 
 
-def differs_across_ranks(value: Any, axis: Axis) -> bool:
+def is_different_across_ranks(local_value: Any, axis: Axis) -> bool:
     """All-gather a value over an axis, and return whether it differs between ranks."""
-    every = all_gather_objects(value, axis)
+    every = all_gather_objects(local_value, axis)
     return any(other != every[0] for other in every)
 
 
@@ -106,7 +106,7 @@ def broadcast_random_state(
     device: torch.device,
     has_drawn_random_numbers: bool = False,
     extra_numbers: Sequence[int] = (),
-    on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
+    gather_callback: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
     """Copy the random state of torch, NumPy and Python from the first rank of an axis to its other ranks.
 
@@ -117,19 +117,19 @@ def broadcast_random_state(
     Args:
         has_drawn_random_numbers: whether this rank has drawn random numbers.
         extra_numbers: numbers to gather in the same message. Each rank must pass the same count of numbers.
-        on_gathered: called with the gathered numbers of all ranks.
+        gather_callback: called with the gathered numbers of all ranks.
 
     Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank has drawn random
     numbers.
     """
     if axis.size == 1:
         return has_drawn_random_numbers
-    own = [int(has_drawn_random_numbers), *hash_random_states(device)]
+    own = [int(has_drawn_random_numbers), *hash_rng_states(device)]
     count = len(own)
-    every = all_gather_numbers([*own, *extra_numbers], axis)
-    on_gathered([numbers[count:] for numbers in every])
+    every = all_gather_ints([*own, *extra_numbers], axis)
+    gather_callback([numbers[count:] for numbers in every])
     if any(numbers[1:count] != own[1:] for numbers in every):
-        set_random_states(broadcast_object(get_random_states(device), axis), device)
+        set_rng_states(broadcast_object(get_rng_states(device), axis), device)
     return any(numbers[0] for numbers in every)
 
 
@@ -143,7 +143,7 @@ def check_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
     and checksums.
     """
     every: dict[int, FileFingerprints] = dict(
-        all_gather_from_mesh([(f.path, f.contents) for f in find_weight_files(model)], context)
+        all_gather_over_mesh([(f.path, f.contents) for f in find_weight_files(model)], context)
     )
     if not all(every.values()):
         return  # a rank without weight files is reported by another check
@@ -168,12 +168,15 @@ def check_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
     )
 
 
-def _describe_file_difference(rank: int, first: int, fingerprints: dict[int, FileFingerprints]) -> str:
-    files, usual = fingerprints[rank], fingerprints[first]
+def _describe_file_difference(rank: int, reference_rank: int, fingerprints_by_rank: dict[int, FileFingerprints]) -> str:
+    files, usual = fingerprints_by_rank[rank], fingerprints_by_rank[reference_rank]
     pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     if len(files) != len(usual):
         counts = [f"{len(found)} file{'s' * (len(found) > 1)}" for found in (files, usual)]
-        return f"rank {rank} reads {counts[0]} such as {path!r}, but rank {first} reads {counts[1]} such as {other!r}"
+        return (
+            f"rank {rank} reads {counts[0]} such as {path!r}, but rank {reference_rank} reads {counts[1]} such as "
+            f"{other!r}"
+        )
     what = contents.describe_difference(right)
-    return f"rank {rank} reads {path!r}, rank {first} reads {other!r}, and they differ in their {what}"
+    return f"rank {rank} reads {path!r}, rank {reference_rank} reads {other!r}, and they differ in their {what}"

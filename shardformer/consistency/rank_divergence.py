@@ -42,11 +42,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, compute_numel_and_hash, compute_tensor_hash
-from shardformer.consistency.initial_weights import broadcast_random_state, differs_across_ranks
+from shardformer.consistency.initial_weights import broadcast_random_state, is_different_across_ranks
 from shardformer.errors import ConfigError, InputError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, group_by_metadata
+from shardformer.layout.sharding_metadata import (
+    METADATA_ATTRIBUTE,
+    ParamEntry,
+    ShardingMetadata,
+    group_params_by_metadata,
+)
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
     current_graph_task_id,
@@ -65,39 +70,39 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 
 @dataclass(frozen=True)
-class ComparedValue:
+class DivergenceErrorText:
     """Error texts for a value that must be identical on several ranks."""
 
-    what: str
+    value_name: str
     rule: str
     remedy: str
 
 
 COMPARED_VALUES = {
-    "mode": ComparedValue(
+    "mode": DivergenceErrorText(
         "modes (train or eval)",
         "All ranks must be in training mode, or all in eval mode, at the same time",
         "Call model.train() and model.eval() on all ranks, not under `if rank == 0:`",
     ),
-    "batch": ComparedValue(
+    "batch": DivergenceErrorText(
         "batches",
         "Tensor and sequence parallel ranks must process the same batch. Only data ranks process different batches",
         "Select the batch by context.data.rank and context.data.size, not by the world rank, and seed samplers with "
         "the data rank",
     ),
-    "steps": ComparedValue(
+    "steps": DivergenceErrorText(
         "numbers of optimizer steps",
         "If a rank skips a step, its weights differ from then on",
         "Call optimizer.step() on all ranks. If a GradScaler skipped a step on one rank, use "
         "shardformer.shard_optimizer(..., precision='fp16'), which skips steps on all ranks",
     ),
-    "options": ComparedValue(
+    "options": DivergenceErrorText(
         "learning rates or other optimizer options",
         "All ranks must use the same optimizer options in every step",
         "Call scheduler.step() on all ranks, with the same metric. To use different learning rates, define parameter "
         "groups that are the same on all ranks",
     ),
-    "weights": ComparedValue(
+    "weights": DivergenceErrorText(
         "replicated weights",
         "Ranks must update replicated weights identically",
         "Look for code that runs differently on one rank: gradient clipping other than shardformer.clip_grad_norm_, "
@@ -141,9 +146,9 @@ class ConsistencyMonitor:
 
     # --- ranks that process the same batch
 
-    def encode_values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
+    def encode_rank_state(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Encode the training mode, batch, optimizer and weights as integers, to compare them between ranks."""
-        options = _hash_62_bits(hash(self.options[1:]))
+        options = _hash_to_62_bits(hash(self.options[1:]))
         projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
             int(self.training),
@@ -174,7 +179,10 @@ class ConsistencyMonitor:
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
             return 0
-        kind, numbers = _hash_62_bits(self.options[0]) % 2**15 + 1, _hash_62_bits(hash(self.options[1])) % 2**KIND_SHIFT
+        kind, numbers = (
+            _hash_to_62_bits(self.options[0]) % 2**15 + 1,
+            _hash_to_62_bits(hash(self.options[1])) % 2**KIND_SHIFT,
+        )
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_inputs(self, inputs: Collection[Any]) -> int:
@@ -182,9 +190,11 @@ class ConsistencyMonitor:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [compute_tensor_hash(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._to_list_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
-        return _hash_62_bits([previous, *(tuple(x.shape) if x.is_cuda else compute_numel_and_hash(x) for x in tensors)])
+        return _hash_to_62_bits(
+            [previous, *(tuple(x.shape) if x.is_cuda else compute_numel_and_hash(x) for x in tensors)]
+        )
 
-    def check_gathered_values(
+    def check_gathered_rank_states(
         self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
     ) -> None:
         """Raise InputError on every rank if the gathered values differ between ranks."""
@@ -198,13 +208,13 @@ class ConsistencyMonitor:
 
     # --- data ranks
 
-    def compute_bits_to_reduce(self, axis: Axis) -> list[float]:
+    def compute_state_hash_bits(self, axis: Axis) -> list[float]:
         """Return a hash of the training state whose bits are 1 or -1, so that an all-reduce can compare it."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
-    def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None:
+    def check_reduced_hash_bits(self, sums: Tensor, axis: Axis) -> None:
         """Raise InputError on every rank if data parallel ranks have different hashes.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
@@ -223,7 +233,7 @@ class ConsistencyMonitor:
         found = self._sum_to_list_async(
             f"weights {axis.name}", [compute_tensor_hash(x) * number for number, x in numbered]
         )
-        return 0 if found is None else _hash_62_bits(int(found))
+        return 0 if found is None else _hash_to_62_bits(int(found))
 
     def _project_weights(self, axis: Axis) -> tuple[float, float]:
         """Return a random projection and the norm of the replicated weights that are compared in this step."""
@@ -247,38 +257,38 @@ class ConsistencyMonitor:
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
-    def _sum_to_list_async(self, key: str, tensors: Sequence[Tensor]) -> Any:
+    def _sum_to_list_async(self, cache_key: str, tensors: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
         for tensor in tensors:
             total = tensor if total is None else total.to(tensor.device) + tensor
-        return None if total is None else self._to_list_async(key, total)
+        return None if total is None else self._to_list_async(cache_key, total)
 
     def _get_weight_slices_of_step(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
-            over = set(self._find_axes_with_other_ranks(axis))
+            over = set(self._iter_axes_with_other_ranks(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
             self._parts[axis.name] = list(_split_weights_into_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
-    def _find_axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
+    def _iter_axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
         """Yield the name of each mesh axis that contains this rank and at least one other rank of ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
-    def _to_list_async(self, key: str, tensor: Tensor) -> Any:
+    def _to_list_async(self, cache_key: str, tensor: Tensor) -> Any:
         """Return the values of ``tensor``; on a GPU, return those of the previous call to avoid a sync."""
         if not has_data(tensor):
             return None
         if not tensor.is_cuda:
             return tensor.tolist()
-        before = self._late.get(key)
+        before = self._late.get(cache_key)
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        self._late[key] = there, torch.cuda.current_stream(tensor.device).record_event()
+        self._late[cache_key] = there, torch.cuda.current_stream(tensor.device).record_event()
         if before is None:
             return None
         before[1].synchronize()
@@ -287,22 +297,22 @@ class ConsistencyMonitor:
     # --- where ranks differ
 
     def _raise_divergence(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
-        every = all_gather_objects(self._collect_divergence_details(axis, inputs), axis)
+        every = all_gather_objects(self._get_divergence_details(axis, inputs), axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
         other = next((rank for rank, value in enumerate(values) if value != values[odd]), odd)
         fact = COMPARED_VALUES[name]
         compared = (odd,) if name == "weights" else (other, odd)
-        details = ", ".join(f"rank {axis.ranks[rank]}: {_format_value(values[rank])}" for rank in compared)
+        details = ", ".join(f"rank {axis.ranks[rank]}: {_format_diverging_value(values[rank])}" for rank in compared)
         first, second, group = axis.ranks[other], axis.ranks[odd], axis.name.replace("_", " and ")
         raise InputError(
-            f"Ranks {first} and {second} of {axis.size} {group} ranks have different {fact.what} ({details}).",
+            f"Ranks {first} and {second} of {axis.size} {group} ranks have different {fact.value_name} ({details}).",
             rule=fact.rule,
             remedy=fact.remedy,
         )
 
-    def _collect_divergence_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
+    def _get_divergence_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         part = self._get_weight_slices_of_step(axis)
         sums = (
@@ -317,7 +327,7 @@ class ConsistencyMonitor:
         }
 
 
-def _format_value(value: Any) -> str:
+def _format_diverging_value(value: Any) -> str:
     """Format a value that differs between ranks for an error message."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
@@ -327,19 +337,19 @@ def _format_value(value: Any) -> str:
     return str(value)[:200]
 
 
-def _hash_62_bits(value: Any) -> int:
+def _hash_to_62_bits(value: Any) -> int:
     """Return a non-negative hash below 2**62 that, unlike Python's ``hash``, is the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _compute_random_projection(vector: Tensor, shift: int) -> Tensor:
+def _compute_random_projection(vector: Tensor, sign_shift: int) -> Tensor:
     """Return a random projection of a vector, which is its sum with random signs, and its squared norm."""
     wide, signs = vector.double(), _get_random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
-    return torch.stack([sums @ _get_random_signs(vector.device).roll(shift)[: len(sums)], wide @ wide])
+    return torch.stack([sums @ _get_random_signs(vector.device).roll(sign_shift)[: len(sums)], wide @ wide])
 
 
 _SIGNS: dict[torch.device, Tensor] = {}
@@ -356,10 +366,10 @@ def _get_random_signs(device: torch.device) -> Tensor:
     return known
 
 
-def _get_numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the numeric options of an optimizer's parameter group, such as the learning rate."""
     found = []
-    for name, value in group.items():
+    for name, value in param_group.items():
         values = value if isinstance(value, tuple | list) and name != "params" else (value,)
         found += [v for v in values if isinstance(v, int | float)]
         found += [v.item() for v in values if isinstance(v, Tensor) and v.numel() == 1 and not v.is_cuda]
@@ -388,7 +398,7 @@ MODELS = "_shardformer_models"
 """Attribute of an optimizer that caches its number of parameters and the metadata of the models it trains."""
 
 
-def _record_step_in_monitors(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _optimizer_step_post_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in get_metadata_of_trained_models(optimizer):
         if isinstance(state.monitor, ConsistencyMonitor):
             state.monitor.record_optimizer_step(optimizer)
@@ -399,7 +409,7 @@ MONITOR_PATCHES: Mapping[Patch, Apply] = {
         "torch.optim.Optimizer: global hook after step()",
         "shardformer.consistency.rank_divergence",
         "counts steps and reads learning rates, to detect diverging ranks",
-    ): lambda: register_optimizer_step_post_hook(_record_step_in_monitors).remove,
+    ): lambda: register_optimizer_step_post_hook(_optimizer_step_post_hook).remove,
 }
 
 
@@ -410,7 +420,7 @@ def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingM
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = optimizer.__dict__.get(MODELS)
     if known is None or known[0] != count or any(table() is None for table in known[1]):
-        tables = group_by_metadata(p for group in optimizer.param_groups for p in group["params"])
+        tables = group_params_by_metadata(p for group in optimizer.param_groups for p in group["params"])
         known = optimizer.__dict__[MODELS] = count, tuple(map(ref, tables))
     return [table for each in known[1] if (table := each()) is not None]
 
@@ -430,14 +440,14 @@ def sync_random_state_and_check_ranks(
         axis,
         device,
         has_drawn_random_numbers,
-        monitor.encode_values_to_gather(axis, inputs),
-        lambda gathered: monitor.check_gathered_values(gathered, axis, inputs),
+        monitor.encode_rank_state(axis, inputs),
+        lambda gathered: monitor.check_gathered_rank_states(gathered, axis, inputs),
     )
 
 
-def check_same_batch(values: list[Any], axis: Axis) -> None:
+def check_same_batch(inputs: list[Any], axis: Axis) -> None:
     """Raise InputError on every rank if the ranks of an axis received different batches."""
-    if differs_across_ranks([compute_numel_and_hash(v) for v in values if isinstance(v, Tensor)], axis):
+    if is_different_across_ranks([compute_numel_and_hash(v) for v in inputs if isinstance(v, Tensor)], axis):
         group = axis.name.replace("_", " and ")
         raise InputError(
             f"The {axis.size} {group} ranks received different batches, but must process the same batch.",

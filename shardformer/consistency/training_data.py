@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.comm.collective_call import all_gather_from_mesh, hash_to_int, wait_for_all_ranks
+from shardformer.comm.collective_call import all_gather_over_mesh, hash_to_int, wait_for_all_ranks
 from shardformer.comm.collectives import compute_numel_and_hash
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
@@ -31,24 +31,25 @@ SAME_DATA_HINT = (
 
 
 def check_same_training_data(
-    settings: Mapping[str, Any],
+    data_settings: Mapping[str, Any],
     num_samples: int | None,
-    read_sample: Callable[[int], Any] | None,
+    get_sample: Callable[[int], Any] | None,
     context: ParallelContext,
 ) -> None:
     """Raise ConfigError on all ranks if two ranks have different training data.
 
-    ``settings`` must be equal on all ranks. ``read_sample`` returns one of ``num_samples`` samples by its index, and is
-    None for a stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared sample.
+    ``data_settings`` must be equal on all ranks. ``get_sample`` returns one of ``num_samples`` samples by its index,
+    and is None for a stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared
+    sample.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
     wait_for_all_ranks("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = (
-        ([], []) if read_sample is None or not num_samples else _fingerprint_samples(num_samples, read_sample)
+        ([], []) if get_sample is None or not num_samples else _fingerprint_samples(num_samples, get_sample)
     )
-    gathered = all_gather_from_mesh((dict(settings), len(found)), context)
+    gathered = all_gather_over_mesh((dict(data_settings), len(found)), context)
     first_rank, reference = gathered[0][0], gathered[0][1][0]
     for rank, (values, _) in gathered:
         for name, value in values.items():
@@ -59,14 +60,14 @@ def check_same_training_data(
                     remedy=f"Pass the full data in the same order on all ranks. {SAME_DATA_HINT}",
                 )
     num_compared = min(number for _, (_, number) in gathered)
-    fingerprints = all_gather_from_mesh(hash_to_int(found[:num_compared]), context)
-    gathered_sketches = all_gather_from_mesh(sketches, context)
+    fingerprints = all_gather_over_mesh(hash_to_int(found[:num_compared]), context)
+    gathered_sketches = all_gather_over_mesh(sketches, context)
     differing = [rank for rank, number in fingerprints if number != fingerprints[0][1]]
     for rank, sketches in gathered_sketches:
         pairs = zip(sketches, gathered_sketches[0][1], strict=False)
         differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
     if differing:
-        other, kind = differing[0], settings["type"]
+        other, kind = differing[0], data_settings["type"]
         raise ConfigError(
             f"Ranks {first_rank} and {other} read different samples at the same index of the training data (a {kind}).",
             remedy=f"Pass the full data in the same order on all ranks. {SAME_DATA_HINT}",
@@ -74,7 +75,7 @@ def check_same_training_data(
 
 
 def _fingerprint_samples(
-    num_samples: int, read_sample: Callable[[int], Any]
+    num_samples: int, get_sample: Callable[[int], Any]
 ) -> tuple[list[int], list[tuple[float, float]]]:
     """Compute a hash and a random projection of randomly chosen samples, the same ones on every rank.
 
@@ -86,9 +87,9 @@ def _fingerprint_samples(
     sketches: list[tuple[float, float]] = []
     try:
         for index in [order[0], *order]:  # the first sample is read twice
-            sample = read_sample(index)
+            sample = get_sample(index)
             found.append(hash_samples(sample))
-            sketches.append(project_sample(sample))
+            sketches.append(compute_sample_projection(sample))
             if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
@@ -96,9 +97,9 @@ def _fingerprint_samples(
     return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
-def project_sample(value: Any) -> tuple[float, float]:
+def compute_sample_projection(sample: Any) -> tuple[float, float]:
     """Return the projection of a sample's floats onto a fixed random vector, and the norm of the floats."""
-    decimals = list(_iterate_float_tensors(value))
+    decimals = list(_iter_float_tensors(sample))
     if not decimals:
         return 0.0, 0.0
     x = torch.cat(decimals).nan_to_num()
@@ -106,17 +107,23 @@ def project_sample(value: Any) -> tuple[float, float]:
     return float(x @ signs), float(x.norm())
 
 
-def _iterate_leaves(value: Any) -> Iterator[Any]:
+def _iter_leaves(nested_sample: Any) -> Iterator[Any]:
     """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
-    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain_leaf(value)):
-        for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
-            yield from _iterate_leaves(each)
+    if isinstance(nested_sample, Mapping) or (
+        isinstance(nested_sample, (list, tuple)) and not _is_plain_leaf(nested_sample)
+    ):
+        for each in (
+            [nested_sample[key] for key in sorted(nested_sample, key=str)]
+            if isinstance(nested_sample, Mapping)
+            else nested_sample
+        ):
+            yield from _iter_leaves(each)
     else:
-        yield value
+        yield nested_sample
 
 
-def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in _iterate_leaves(value):
+def _iter_float_tensors(sample: Any) -> Iterator[Tensor]:
+    for leaf in _iter_leaves(sample):
         if isinstance(leaf, (numpy.ndarray, numpy.generic)) and numpy.asarray(leaf).dtype.kind == "f":
             yield torch.from_numpy(numpy.array(leaf, numpy.float64)).reshape(-1)
         elif isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
@@ -125,16 +132,16 @@ def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
             yield torch.tensor([leaf], dtype=torch.float64)
 
 
-def hash_samples(*values: Any) -> int:
+def hash_samples(*samples: Any) -> int:
     """Return one hash of the integers and strings in one or more samples.
 
     Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
     """
-    parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
+    parts = [_make_hashable_leaf(leaf) for value in samples for leaf in _iter_leaves(value)]
     return hash_to_int([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
-def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
+def _make_hashable_leaf(leaf: Any) -> tuple[bool, Any]:
     """Return whether a value consists of integers or strings, and a hashable representation of the value."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
@@ -152,10 +159,10 @@ def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
     return False, type(leaf).__name__  # repr may contain an address
 
 
-def _is_plain_leaf(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(type(each) is int for each in value)
-    return value is None or isinstance(value, (str, bytes, int, float))
+def _is_plain_leaf(leaf: Any) -> bool:
+    if isinstance(leaf, (list, tuple)):
+        return bool(leaf) and all(type(each) is int for each in leaf)
+    return leaf is None or isinstance(leaf, (str, bytes, int, float))
 
 
 def get_first_and_last_samples(batch: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class AttentionDropout:
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
-    def compute_weight_factors(self, batch_size: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def compute_dropout_factors(self, batch_size: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the dropout factor of each attention weight, 0 or 1 / (1 - rate), as (B, N, Q, S)."""
         device = query_positions.device
         x = _hash_integers(torch.arange(batch_size, device=device)[:, None] + self.seed % 2**31)
@@ -47,11 +47,11 @@ class AttentionDropout:
         return (x >= int(self.rate * 2**32)) / (1 - self.rate)
 
 
-def _hash_integers(x: Tensor) -> Tensor:
-    x = x & 0xFFFFFFFF
+def _hash_integers(integers: Tensor) -> Tensor:
+    integers = integers & 0xFFFFFFFF
     for factor in HASH_FACTORS:
-        x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+        integers = ((integers ^ (integers >> 16)) * factor) & 0xFFFFFFFF
+    return integers ^ (integers >> 16)
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class RelativePositionBias:
 
     distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
-    def compute_bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def compute_position_bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the bias of each pair of query and key positions, as (N, Q, S)."""
-        return self.distance_bias[:, self.compute_bias_indices(query_positions, key_positions)]
+        return self.distance_bias[:, self.compute_distance_indices(query_positions, key_positions)]
 
-    def compute_bias_indices(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def compute_distance_indices(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the index into ``distance_bias`` for each pair of query and key positions, as (Q, S)."""
         return key_positions[None, :] - query_positions[:, None] + self.distance_bias.shape[1] // 2
 
@@ -74,84 +74,84 @@ class AttentionScoreOptions:
     """Scale, soft cap, bias and dropout that an attention kernel applies to its scores and weights."""
 
     scale: float
-    cap: float | None = None  # c in c tanh(score / c)
+    softcap: float | None = None  # c in c tanh(score / c)
     dropout: AttentionDropout | None = None
     bias: RelativePositionBias | None = None
 
     @property
-    def supports_fused_kernels(self) -> bool:
+    def can_use_fused_kernels(self) -> bool:
         """Whether fused attention kernels support these options in the forward and the backward pass."""
-        return self.cap is None and self.dropout is None and self.bias is None
+        return self.softcap is None and self.dropout is None and self.bias is None
 
 
 @dataclass(frozen=True)
 class BlockMask:
     """Attention mask between a block of queries and a block of keys."""
 
-    causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
+    is_causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
     mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``causal``
-    rows: Tensor  # positions of the queries
-    cols: Tensor  # positions of the keys
+    query_positions: Tensor  # positions of the queries
+    key_positions: Tensor  # positions of the keys
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: AttentionScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute attention to a subset of the keys, and return the output and the log-sum-exp of the scores.
 
     q is (B, N, Q, D), k and v are (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64
     for fp64 inputs. A query that attends to none of these keys has a very low lse and an undefined out.
     """
-    if q.device.type == "cpu" and options.cap is None and options.dropout is None:
+    if q.device.type == "cpu" and score_options.softcap is None and score_options.dropout is None:
         added = (
-            _make_additive_mask(block, q.dtype)
-            if options.bias is None
-            else _apply_mask_to_bias(block, options.bias, q.dtype)
+            _make_additive_mask(block_mask, q.dtype)
+            if score_options.bias is None
+            else _make_masked_bias(block_mask, score_options.bias, q.dtype)
         )
-        causal = block.causal and options.bias is None
+        causal = block_mask.is_causal and score_options.bias is None
         found = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=added, scale=options.scale
+            q, k, v, 0.0, causal, attn_mask=added, scale=score_options.scale
         )
         return found[0], found[1]
-    if options.supports_fused_kernels and q.is_cuda and q.dtype != torch.float64:
-        return _cuda_attention_forward(q, k, v, block, options.scale)
-    return _eager_attention_forward(q, k, v, block, options)
+    if score_options.can_use_fused_kernels and q.is_cuda and q.dtype != torch.float64:
+        return _cuda_attention_forward(q, k, v, block_mask, score_options.scale)
+    return _eager_attention_forward(q, k, v, block_mask, score_options)
 
 
 def partial_attention_backward(
-    grad: Tensor,
+    grad_output: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: BlockMask,
-    options: AttentionScoreOptions,
+    block_mask: BlockMask,
+    score_options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias of ``partial_attention``.
 
     ``out`` and ``lse`` are the output and the log-sum-exp of the attention to all keys.
     """
-    if options.supports_fused_kernels and q.device.type == "cpu":
+    if score_options.can_use_fused_kernels and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
+            grad_output,
             q,
             k,
             v,
             out,
             lse,
             0.0,
-            block.causal,
-            attn_mask=_make_additive_mask(block, q.dtype),
-            scale=options.scale,
+            block_mask.is_causal,
+            attn_mask=_make_additive_mask(block_mask, q.dtype),
+            scale=score_options.scale,
         )
         return found[0], found[1], found[2], None
-    if options.supports_fused_kernels and q.is_cuda and q.dtype != torch.float64:
-        return *_cuda_attention_backward(grad, q, k, v, out, lse, block, options.scale), None
-    return _eager_attention_backward(grad, q, k, v, out, lse, block, options)
+    if score_options.can_use_fused_kernels and q.is_cuda and q.dtype != torch.float64:
+        return *_cuda_attention_backward(grad_output, q, k, v, out, lse, block_mask, score_options.scale), None
+    return _eager_attention_backward(grad_output, q, k, v, out, lse, block_mask, score_options)
 
 
-def get_mask_value(dtype: torch.dtype) -> float:
+def get_masked_score(dtype: torch.dtype) -> float:
     """Return the large negative number that is used as the attention score of a masked key.
 
     It is not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf.
@@ -159,74 +159,78 @@ def get_mask_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def _make_additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
-    if block.mask is None:
+def _make_additive_mask(block_mask: BlockMask, dtype: torch.dtype) -> Tensor | None:
+    if block_mask.mask is None:
         return None
-    return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill(
-        ~block.mask, get_mask_value(dtype)
+    return torch.zeros(block_mask.mask.shape, dtype=dtype, device=block_mask.mask.device).masked_fill(
+        ~block_mask.mask, get_masked_score(dtype)
     )
 
 
-def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
+def _make_masked_bias(block_mask: BlockMask, position_bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
     """Return the position bias with a large negative value for masked keys, as (B or 1, N, Q, S)."""
-    added = bias.compute_bias(block.rows, block.cols)[None].to(dtype)
-    if block.mask is not None:
-        return added.masked_fill(~block.mask, get_mask_value(dtype))
-    if block.causal:
-        return added.masked_fill(block.cols[None, :] > block.rows[:, None], get_mask_value(dtype))
+    added = position_bias.compute_position_bias(block_mask.query_positions, block_mask.key_positions)[None].to(dtype)
+    if block_mask.mask is not None:
+        return added.masked_fill(~block_mask.mask, get_masked_score(dtype))
+    if block_mask.is_causal:
+        return added.masked_fill(
+            block_mask.key_positions[None, :] > block_mask.query_positions[:, None], get_masked_score(dtype)
+        )
     return added
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _cuda_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
-    if block.mask is None and q.dtype in HALF:
-        found = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
+    if block_mask.mask is None and q.dtype in HALF:
+        found = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block_mask.is_causal, False, scale=scale)
         return found[0], found[1][..., : q.shape[2]]
-    bias = _make_cuda_mask(block, q)
-    found = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, block.causal, scale=scale)
+    bias = _make_cuda_mask(block_mask, q)
+    found = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, block_mask.is_causal, scale=scale)
     return found[0], found[1][..., : q.shape[2]]  # the kernel pads the queries to 32
 
 
 def _cuda_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, scale: float
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     none = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of the dropout, which is unused
-    if block.mask is None and q.dtype in HALF:
+    if block_mask.mask is None and q.dtype in HALF:
         dq, dk, dv = ATEN._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, none, none,
-            scale=scale,
+            grad_output, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block_mask.is_causal,
+            none, none, scale=scale,
         )  # fmt: skip
     else:
         padded = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
         output_mask = [True, True, True, False]
         dq, dk, dv, _ = ATEN._scaled_dot_product_efficient_attention_backward(
-            grad,
+            grad_output,
             q,
             k,
             v,
-            _make_cuda_mask(block, q),
+            _make_cuda_mask(block_mask, q),
             out,
             padded,
             none,
             none,
             0.0,
             output_mask,
-            block.causal,
+            block_mask.is_causal,
             scale=scale,
         )
     dk, dv = (x.unflatten(1, (heads, groups)).sum(2) if groups > 1 else x for x in (dk, dv))
     return dq, dk, dv
 
 
-def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
+def _make_cuda_mask(block_mask: BlockMask, q: Tensor) -> Tensor | None:
     """Return the additive mask of all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
-    added = _make_additive_mask(block, q.dtype)
+    added = _make_additive_mask(block_mask, q.dtype)
     if added is None:
         return None
     width = added.shape[-1]
@@ -237,61 +241,73 @@ def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
 
 
 def _eager_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: AttentionScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     outs, sums = [], []
-    for rows in _split_query_rows(q, k):
-        scores, _ = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
-        if (hidden := _get_masked_out_keys(block, rows)) is not None:
-            scores = scores.masked_fill(hidden, get_mask_value(acc_dtype))
+    for rows in _iter_query_slices(q, k):
+        scores, _ = _compute_scores(
+            q[:, :, rows], k, block_mask.query_positions[rows], block_mask.key_positions, score_options
+        )
+        if (hidden := _get_masked_out_keys(block_mask, rows)) is not None:
+            scores = scores.masked_fill(hidden, get_masked_score(acc_dtype))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
-        if options.dropout is not None:
-            weights = weights * options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
+        if score_options.dropout is not None:
+            weights = weights * score_options.dropout.compute_dropout_factors(
+                q.shape[0], block_mask.query_positions[rows], block_mask.key_positions
+            )
         outs.append((weights.to(v.dtype) @ v).to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
 def _eager_attention_backward(
-    grad: Tensor,
+    grad_output: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: BlockMask,
-    options: AttentionScoreOptions,
+    block_mask: BlockMask,
+    score_options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    distance_bias = None if options.bias is None else torch.zeros_like(options.bias.distance_bias, dtype=acc_dtype)
+    distance_bias = (
+        None if score_options.bias is None else torch.zeros_like(score_options.bias.distance_bias, dtype=acc_dtype)
+    )
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
-    for rows in _split_query_rows(q, k):
-        scores, slope = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
+    for rows in _iter_query_slices(q, k):
+        scores, slope = _compute_scores(
+            q[:, :, rows], k, block_mask.query_positions[rows], block_mask.key_positions, score_options
+        )
         weights = (scores - lse[:, :, rows, None]).exp()
-        if (hidden := _get_masked_out_keys(block, rows)) is not None:
+        if (hidden := _get_masked_out_keys(block_mask, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = (
-            options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
-            if options.dropout is not None
+            score_options.dropout.compute_dropout_factors(
+                q.shape[0], block_mask.query_positions[rows], block_mask.key_positions
+            )
+            if score_options.dropout is not None
             else None
         )
-        dv += ((weights if kept is None else weights * kept).to(q.dtype).transpose(2, 3) @ grad[:, :, rows]).to(
+        dv += ((weights if kept is None else weights * kept).to(q.dtype).transpose(2, 3) @ grad_output[:, :, rows]).to(
             acc_dtype
         )
-        weights_grad = (grad[:, :, rows] @ v.transpose(2, 3)).to(acc_dtype)
+        weights_grad = (grad_output[:, :, rows] @ v.transpose(2, 3)).to(acc_dtype)
         if kept is not None:
             weights_grad = weights_grad * kept
-        dot = (grad[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
+        dot = (grad_output[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
         scores_grad = weights * (weights_grad - dot)
-        if distance_bias is not None and options.bias is not None:
-            at = options.bias.compute_bias_indices(block.rows[rows], block.cols).flatten()
+        if distance_bias is not None and score_options.bias is not None:
+            at = score_options.bias.compute_distance_indices(
+                block_mask.query_positions[rows], block_mask.key_positions
+            ).flatten()
             distance_bias.index_add_(1, at, scores_grad.sum(0).flatten(1))
-        scores_grad = scores_grad * options.scale
+        scores_grad = scores_grad * score_options.scale
         if slope is not None:
             scores_grad = scores_grad * slope
         scores_grad = scores_grad.to(q.dtype)
@@ -302,41 +318,41 @@ def _eager_attention_backward(
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, options: AttentionScoreOptions
+    q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention scores, and the derivative of the soft cap if there is one."""
-    scores, slope = q @ k.transpose(2, 3) * options.scale, None
-    if options.cap is not None:
-        tanh = (scores / options.cap).tanh()
-        scores, slope = options.cap * tanh, 1 - tanh.square()
+    scores, slope = q @ k.transpose(2, 3) * score_options.scale, None
+    if score_options.softcap is not None:
+        tanh = (scores / score_options.softcap).tanh()
+        scores, slope = score_options.softcap * tanh, 1 - tanh.square()
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    return scores if options.bias is None else scores + options.bias.compute_bias(query_positions, key_positions).to(
-        scores.dtype
-    ), slope
+    return scores if score_options.bias is None else scores + score_options.bias.compute_position_bias(
+        query_positions, key_positions
+    ).to(scores.dtype), slope
 
 
-def _get_masked_out_keys(block: BlockMask, rows: slice) -> Tensor | None:
-    if block.mask is not None:
-        return ~block.mask[:, :, rows]
-    if block.causal:
-        return block.cols[None, :] > block.rows[rows, None]
+def _get_masked_out_keys(block_mask: BlockMask, query_slice: slice) -> Tensor | None:
+    if block_mask.mask is not None:
+        return ~block_mask.mask[:, :, query_slice]
+    if block_mask.is_causal:
+        return block_mask.key_positions[None, :] > block_mask.query_positions[query_slice, None]
     return None
 
 
-def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_kv_heads(kv: Tensor, q: Tensor) -> Tensor:
     """Repeat the key or value heads so that there is one for each query head: (B, K, S, D) -> (B, N, S, D)."""
-    groups = q.shape[1] // x.shape[1]
-    return x.repeat_interleave(groups, 1) if groups > 1 else x
+    groups = q.shape[1] // kv.shape[1]
+    return kv.repeat_interleave(groups, 1) if groups > 1 else kv
 
 
-def _split_query_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
+def _iter_query_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
     size = max(1, SCORES_AT_ONCE // max(q.shape[0] * q.shape[1] * k.shape[2], 1))
     for start in range(0, q.shape[2], size):
         yield slice(start, start + size)
 
 
-def merge_partial_attention(out: Any, lse: Any, other_out: Tensor, other_lse: Tensor) -> None:
+def merge_partial_attention(out: Any, lse: Any, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge the attention to another subset of the keys into ``out`` and ``lse`` in place."""
-    total = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - total).exp_()[..., None]).addcmul_(other_out.to(out.dtype), (other_lse - total).exp_()[..., None])
+    total = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - total).exp_()[..., None]).addcmul_(block_out.to(out.dtype), (block_lse - total).exp_()[..., None])
     lse.copy_(total)

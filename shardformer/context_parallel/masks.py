@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardformer.context_parallel.attention_kernels import BlockMask
-from shardformer.context_parallel.sequence_layout import SequencePositions, get_chunk_positions
+from shardformer.context_parallel.sequence_layout import SequenceLayout, get_chunk_positions
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import has_data, is_true_or_unknown, without_fake_tensors
 
@@ -63,30 +63,30 @@ class ChunkedMask:
         self,
         predicate: Predicate | None,
         padding: Tensor | None,
-        queries: SequencePositions,
-        keys: SequencePositions,
-        batch: int,
+        query_layout: SequenceLayout,
+        key_layout: SequenceLayout,
+        batch_size: int,
         *,
-        by_vmap: bool = False,
-        seed: int = 0,
+        use_vmap: bool = False,
+        dropout_seed: int = 0,
     ) -> None:
-        self.predicate, self.queries, self.keys, self.batch = predicate, queries, keys, batch
-        self.by_vmap, self.seed = by_vmap, seed
+        self.predicate, self.queries, self.keys, self.batch = predicate, query_layout, key_layout, batch_size
+        self.by_vmap, self.seed = use_vmap, dropout_seed
         self.padding = None if padding is None or is_true_or_unknown(padding.all()) else padding
         key = None if self.padding is not None else compute_mask_fingerprint(predicate)
-        self._visibility = _get_cached_visibility((key, queries, keys, by_vmap)) if key is not None else {}
+        self._visibility = _get_cached_visibility((key, query_layout, key_layout, use_vmap)) if key is not None else {}
 
     @property
-    def may_hide_all_keys(self) -> bool:
-        return self.padding is not None or self.predicate not in (None, causal_predicate)
+    def can_mask_all_keys(self) -> bool:
+        return self.padding is not None or self.predicate not in (None, causal_mask_predicate)
 
-    def evaluate(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def compute_mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return whether each query attends to each key at these positions, as (B or 1, 1, Q, S)."""
         device = query_positions.device
         if self.predicate is None:
             visible = torch.ones(1, 1, len(query_positions), len(key_positions), dtype=torch.bool, device=device)
         elif self.by_vmap:
-            visible = _vmap_over_indices(self.predicate)(
+            visible = _vmap_mask_predicate(self.predicate)(
                 torch.arange(self.batch, device=device),
                 query_positions[:0].new_zeros(1),
                 query_positions,
@@ -116,17 +116,17 @@ class ChunkedMask:
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
-        return self.evaluate(rows, cols)
+        return self.compute_mask(rows, cols)
 
     def get_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
         """Return how much of a chunk of keys a chunk of queries attends to. The result is identical on all ranks."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
-            self._visibility[key] = self._find_visibility(*key)
+            self._visibility[key] = self._compute_visibility(*key)
         return self._visibility[key]
 
     @without_fake_tensors()
-    def _find_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
+    def _compute_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
         device = torch.device("cpu") if self.padding is None else self.padding.device
         rows = get_chunk_positions(self.queries, (query_chunk,)).to(device)
         cols = get_chunk_positions(self.keys, (key_chunk,)).to(device)
@@ -135,7 +135,7 @@ class ChunkedMask:
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
         for start in range(0, len(rows), step):
             queries = rows[start : start + step]
-            visible = self.evaluate(queries, cols)
+            visible = self.compute_mask(queries, cols)
             if not has_data(visible):
                 return ChunkVisibility.SOME  # a mask that depends on tensors without values, in a trace
             any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())
@@ -157,29 +157,29 @@ class ChunkedMask:
         is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
         if is_causal or all(self.get_visibility(q, k) is ChunkVisibility.ALL for q in query_chunks for k in key_chunks):
             return BlockMask(is_causal, None, *positions)
-        return BlockMask(False, self.evaluate(*positions), *positions)
+        return BlockMask(False, self.compute_mask(*positions), *positions)
 
-    def is_causal(self, chunks: tuple[int, ...]) -> bool:
+    def is_causal(self, chunk_indices: tuple[int, ...]) -> bool:
         """Return whether the mask between the queries and the keys of these chunks is causal."""
         expected = {
             (r, c): ChunkVisibility.CAUSAL if r == c else ChunkVisibility.ALL if c < r else ChunkVisibility.NOTHING
-            for r in chunks
-            for c in chunks
+            for r in chunk_indices
+            for c in chunk_indices
         }
         return self.queries == self.keys and all(self.get_visibility(*pair) is seen for pair, seen in expected.items())
 
-    def list_needed_key_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def get_needed_key_chunks(self, ring_rank: int, key_chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return the key chunks that at least one query of rank ``ring_rank`` attends to."""
-        queries = self.queries.get_chunks_of_rank(ring_rank)
+        queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
-            c for c in chunks if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
+            c for c in key_chunks if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
         )
 
-    def list_attending_query_chunks(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``chunks``."""
-        queries = self.queries.get_chunks_of_rank(ring_rank)
+    def get_attending_query_chunks(self, ring_rank: int, key_chunks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``key_chunks``."""
+        queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
-            q for q in queries if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for c in chunks)
+            q for q in queries if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for c in key_chunks)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -191,12 +191,12 @@ class ChunkedMask:
         )
 
 
-def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def causal_mask_predicate(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Return whether each query attends to each key under a causal mask, which hides later positions."""
-    return keys <= queries
+    return kv_idx <= q_idx
 
 
-def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
+def _vmap_mask_predicate(predicate: Predicate) -> Callable[..., Tensor]:
     mapped: Any = predicate
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
@@ -217,27 +217,30 @@ class _VisibilityCache(threading.local):
 _VISIBILITY_CACHE = _VisibilityCache()
 
 
-def _get_cached_visibility(key: Hashable) -> dict[tuple[int, int], ChunkVisibility]:
+def _get_cached_visibility(mask_fingerprint: Hashable) -> dict[tuple[int, int], ChunkVisibility]:
     masks = _VISIBILITY_CACHE.masks
-    if key not in masks and len(masks) >= MAX_CACHED_MASKS:
+    if mask_fingerprint not in masks and len(masks) >= MAX_CACHED_MASKS:
         del masks[next(iter(masks))]
-    return masks.setdefault(key, {})
+    return masks.setdefault(mask_fingerprint, {})
 
 
-def compute_mask_fingerprint(value: Any) -> Hashable | None:
+def compute_mask_fingerprint(mask_component: Any) -> Hashable | None:
     """Return a hashable key that identifies a mask function, or None if it uses tensors or other objects."""
-    if value is None or isinstance(value, int | float | str | CodeType):
-        return (type(value).__name__, value)
-    if isinstance(value, tuple | list):
-        parts = tuple(map(compute_mask_fingerprint, value))
+    if mask_component is None or isinstance(mask_component, int | float | str | CodeType):
+        return (type(mask_component).__name__, mask_component)
+    if isinstance(mask_component, tuple | list):
+        parts = tuple(map(compute_mask_fingerprint, mask_component))
         return None if None in parts else parts
-    if not isinstance(value, FunctionType):
+    if not isinstance(mask_component, FunctionType):
         return None
     try:
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [cell.cell_contents for cell in mask_component.__closure__ or ()]
     except ValueError:
         return None
     parts = tuple(
-        map(compute_mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])
+        map(
+            compute_mask_fingerprint,
+            [mask_component.__code__, *cells, *(mask_component.__defaults__ or ()), mask_component.__kwdefaults__],
+        )
     )
     return None if None in parts else parts

@@ -16,33 +16,33 @@ RING, GROUP = "ring", "ulysses"
 
 
 @dataclass(frozen=True)
-class RingSizes:
+class ContextParallelSizes:
     """The sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
 
     Args:
         ring: number of ranks that exchange keys and values.
         group: number of ranks in a Ulysses group, which exchange attention heads for sequence positions.
-        gathers: whether keys and values are all-gathered instead of sent around the ring.
+        all_gather_kv: whether keys and values are all-gathered instead of sent around the ring.
     """
 
     ring: int
     group: int
-    gathers: bool = False
+    all_gather_kv: bool = False
 
     def __str__(self) -> str:
-        if self.gathers:
+        if self.all_gather_kv:
             return f"keys gathered over {self.ring} ranks"
         parts = [f"ring of {self.ring}"] if self.ring > 1 else []
         parts += [f"Ulysses over {self.group}"] if self.group > 1 else []
         return " x ".join(parts)
 
 
-def is_explicit_method(context: ParallelContext, method: str) -> bool:
+def is_method_explicit(context: ParallelContext, method: str) -> bool:
     """Return whether the config specifies a context-parallel attention method instead of ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
-def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -> RingSizes:
+def choose_context_parallel_sizes(model: nn.Module, context: ParallelContext, method: str) -> ContextParallelSizes:
     """Choose how many ranks form a ring and how many form a Ulysses group.
 
     ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
@@ -50,7 +50,7 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
-        sizes = RingSizes(view[RING], view[GROUP], method == "gather")
+        sizes = ContextParallelSizes(view[RING], view[GROUP], method == "gather")
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
                 f"context_parallel={method!r} requires a single size of the sequence axis, but got "
@@ -59,14 +59,14 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
             )
         return sizes
     if method == "ulysses":
-        return RingSizes(1, size)
+        return ContextParallelSizes(1, size)
     if method in ("ring", "gather"):
-        return RingSizes(size, 1, method == "gather")
-    return min(_iterate_candidate_sizes(model, context), key=lambda found: found[0])[1]
+        return ContextParallelSizes(size, 1, method == "gather")
+    return min(_iter_candidate_sizes(model, context), key=lambda found: found[0])[1]
 
 
-def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
-    size, queries, keys = context.sequence.size, *_get_head_counts(model)
+def _iter_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, ContextParallelSizes]]:
+    size, queries, keys = context.sequence.size, *_get_num_query_and_kv_heads(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
         if size % group or group > queries or (group > 1 and not _is_group_inside_host(context, group)):
@@ -75,10 +75,10 @@ def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iter
         local_keys = max(keys / group, 1)
         sent = 4.5 * local_keys * (ring - 1) / ring
         sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
-        yield sent, RingSizes(ring, group)
+        yield sent, ContextParallelSizes(ring, group)
 
 
-def _get_head_counts(model: nn.Module) -> tuple[int, int]:
+def _get_num_query_and_kv_heads(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of query heads and KV heads in the config, or (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
@@ -89,12 +89,12 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     return 1, 1
 
 
-def _is_group_inside_host(context: ParallelContext, group: int) -> bool:
+def _is_group_inside_host(context: ParallelContext, group_size: int) -> bool:
     """Return whether a Ulysses group of this size stays within one host, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
-    lines = context.grid.list_rank_groups("sequence")
+    lines = context.grid.get_rank_groups("sequence")
     return not any(
-        context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
+        context.grid.crosses_hosts(line[i : i + group_size]) for line in lines for i in range(0, len(line), group_size)
     )

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather_numbers, broadcast
+from shardformer.comm.collectives import all_gather_ints, broadcast
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.context_parallel.sequence_layout import (
     ContextParallelState,
-    SequencePositions,
+    SequenceLayout,
     draw_shared_seed,
-    set_current_state,
+    set_context_parallel_state,
 )
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
-    average_input_gradient,
-    gather_rows,
+    all_gather_rows,
+    average_input_grad,
     set_in_model_forward,
     slice_local_rows,
 )
 from shardformer.errors import InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.sequence_parallel import get_first_tensor, map_first_output
+from shardformer.random_state import LocalRNGState
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg, map_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,
     tree_flatten_with_path,
@@ -41,7 +41,7 @@ from shardformer.torch_compat import (
     tree_map,
     tree_map_with_path,
 )
-from shardformer.transformers_compat import find_kv_caches, get_forward_argument_names, remove_kv_caches
+from shardformer.transformers_compat import find_kv_caches, get_forward_arg_names, remove_kv_caches
 
 # B batch, S sequence, H hidden; s: local positions
 
@@ -53,40 +53,42 @@ class ModelInputHook:
         draws: whether the model draws random numbers in training.
     """
 
-    def __init__(self, state: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
-        self._state, self._draws, self._arguments = state, draws, get_forward_argument_names(model)
+    def __init__(self, state: ContextParallelState, model: nn.Module, *, has_random_ops: bool) -> None:
+        self._state, self._draws, self._arguments = state, has_random_ops, get_forward_arg_names(model)
         order = HookOrder.MODEL_SEQUENCE
         register_forward_hooks(
-            model, order, self._before_forward, self._after_forward, with_kwargs=True, always_call=True
+            model, order, self._forward_pre_hook, self._forward_hook, with_kwargs=True, always_call=True
         )
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         state.is_open = not find_kv_caches((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
         state.current, state.seen_in_forward = None, {}
-        set_current_state(state)
+        set_context_parallel_state(state)
         set_in_model_forward(True)
         if not state.is_open:
             return None
         if self._draws and model.training:  # before the random states of the ranks are aligned
-            state.seed = all_gather_numbers([draw_shared_seed()], state.axis)[0][0]
-        return self._sync_input_gradients(args, kwargs)
+            state.seed = all_gather_ints([draw_shared_seed()], state.axis)[0][0]
+        return self._sync_input_grads(args, kwargs)
 
-    def _sync_input_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _sync_input_grads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All-reduce the gradients of the model inputs, because each rank computes them only for its own positions."""
 
-        def is_trainable(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
+        def requires_grad_sync(leaf: Any) -> bool:
+            return isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, SequenceShardedTensor)
 
-        if not torch.is_grad_enabled() or not any(map(is_trainable, tree_leaves((args, kwargs)))):
+        if not torch.is_grad_enabled() or not any(map(requires_grad_sync, tree_leaves((args, kwargs)))):
             return None
-        return tree_map(lambda x: average_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
+        return tree_map(
+            lambda x: average_input_grad(x, self._state.axis) if requires_grad_sync(x) else x, (args, kwargs)
+        )
 
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Remove key-value caches from the model's output, because they contain only the positions of this rank."""
         state = self._state
         state.current = None
-        set_current_state(None)
+        set_context_parallel_state(None)
         set_in_model_forward(False)
         return remove_kv_caches(output, self._arguments) if state.is_open else None
 
@@ -105,28 +107,28 @@ class LayerStackHook:
     def __init__(
         self,
         state: ContextParallelState,
-        path: str,
+        stack_path: str,
         layers: Sequence[nn.Module],
-        ends: Sequence[nn.Module],
+        output_modules: Sequence[nn.Module],
         *,
-        draws: bool,
+        has_random_ops: bool,
     ) -> None:
-        self._state, self._path, self._first = state, path, layers[0]
-        self._random = LocalRandomState(state.axis.rank, enabled=draws)
+        self._state, self._path, self._first = state, stack_path, layers[0]
+        self._random = LocalRNGState(state.axis.rank, enabled=has_random_ops)
         self._untraced: Any = torch.compiler.disable(LayerStackHook._shard_layer_inputs)  # unbound, for copies
         self._full: int | None = None  # the sequence length of a forward pass between the first layer and the last
         for layer in dict.fromkeys(layers):
-            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._before_forward, with_kwargs=True)
-        for end in dict.fromkeys(ends):
-            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, after=self._after_forward)
+            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._forward_pre_hook, with_kwargs=True)
+        for end in dict.fromkeys(output_modules):
+            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, forward_hook=self._forward_hook)
 
-    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         is_recomputing = current_graph_task_id() >= 0
         if not is_recomputing and not state.is_open:
             state.current = None
             return None
-        hidden = get_first_tensor(args, kwargs)
+        hidden = get_first_tensor_arg(args, kwargs)
         masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedMask)]
         if is_recomputing:
             full = self._find_recomputed_length(layer, hidden, masks)
@@ -135,33 +137,39 @@ class LayerStackHook:
                 return None
         elif self._full is None:
             full = self._full = hidden.shape[1]
-            self._random.enter_local_state(hidden, layer.training)
+            self._random.enter_local_rng_state(hidden, layer.training)
         else:
             full = self._full
         state.current = state.record_sequence_length(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return self._untraced(self, (args, kwargs), hidden, lengths)
 
-    def _shard_layer_inputs(self, arguments: Any, hidden: Tensor, sequence_lengths: set[int]) -> Any:
+    def _shard_layer_inputs(self, args_and_kwargs: Any, hidden_states: Tensor, sequence_lengths: set[int]) -> Any:
         return tree_map_with_path(
             lambda path, leaf: self._shard_input_tensor(
-                (self._path, *path[1:]), leaf, leaf is hidden, sequence_lengths
+                (self._path, *path[1:]), leaf, leaf is hidden_states, sequence_lengths
             ),
-            arguments,
+            args_and_kwargs,
         )
 
-    def _find_recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
+    def _find_recomputed_length(
+        self, layer: nn.Module, hidden_states: Tensor, masks: Sequence[ChunkedMask]
+    ) -> int | None:
         lengths = [mask.queries.length for mask in masks]
-        matching = [length for length in lengths if hidden.shape[1] in (length, self._state.get_local_length(length))]
+        matching = [
+            length for length in lengths if hidden_states.shape[1] in (length, self._state.get_local_length(length))
+        ]
         if matching:
             return matching[0]
-        state, length = self._state, hidden.shape[1]
+        state, length = self._state, hidden_states.shape[1]
         if layer is self._first and length in state.seen:
             return length
-        found = state.find_positions_by_local_length(length)
+        found = state.find_layout_by_local_length(length)
         return None if found is None else found.length
 
-    def _shard_input_tensor(self, path: Hashable, leaf: Any, is_hidden: bool, sequence_lengths: set[int]) -> Any:
+    def _shard_input_tensor(
+        self, argument_path: Hashable, leaf: Any, is_hidden_states: bool, sequence_lengths: set[int]
+    ) -> Any:
         state = self._state
         if isinstance(leaf, SequenceShardedTensor):
             state.record_sequence_length(leaf.rows.full)
@@ -171,41 +179,41 @@ class LayerStackHook:
             # a cache of the local positions cannot be used, and a recomputation would append to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
         leaf = resolve_deferred_tensors(leaf)
-        if is_hidden:
+        if is_hidden_states:
             return (
                 slice_local_rows(leaf, state.get_index_shards(leaf.shape[1]), 1)
                 if leaf.shape[1] in sequence_lengths
                 else leaf
             )
-        dim = state.find_sequence_dim(path, leaf, sequence_lengths)
+        dim = state.find_sequence_dim(argument_path, leaf, sequence_lengths)
         return leaf if dim is None else slice_local_rows(leaf, state.get_index_shards(leaf.shape[dim]), dim)
 
-    def _after_forward(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, layer: nn.Module, args: Any, output: Any) -> Any:
         state = self._state
         if current_graph_task_id() >= 0 or self._full is None:
             return output
         rows, self._full = state.get_index_shards(self._full), None
         state.current = None
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()
         return map_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred_tensors(x), rows, 1))
 
     def reset_after_error(self) -> None:
         self._full = None
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()
 
 
-def run_on_local_positions(module: nn.Module) -> None:
+def register_local_positions_hooks(module: nn.Module) -> None:
     """Make a module outside the layers process only this rank's positions of the sequence."""
     sharded: list[SequenceShardedTensor] = []
 
-    def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def unwrap_inputs_pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
         sharded[:] = inputs[:1]
         return tree_map(
             lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
         )
 
-    def wrap_output(_: nn.Module, args: Any, output: Any) -> Any:
+    def wrap_output_hook(_: nn.Module, args: Any, output: Any) -> Any:
         if not sharded:
             return output
         x = sharded.pop()
@@ -213,7 +221,9 @@ def run_on_local_positions(module: nn.Module) -> None:
             output, lambda y: SequenceShardedTensor(resolve_deferred_tensors(y), x.rows, x.shard_dim)
         )
 
-    register_forward_hooks(module, HookOrder.LOCAL_POSITIONS, unwrap_inputs, wrap_output, with_kwargs=True)
+    register_forward_hooks(
+        module, HookOrder.LOCAL_POSITIONS, unwrap_inputs_pre_hook, wrap_output_hook, with_kwargs=True
+    )
 
 
 # B batch, S sequence, H hidden; s: local positions
@@ -230,21 +240,23 @@ class FullSequenceHook:
         draws: whether the model draws random numbers in training.
     """
 
-    def __init__(self, state: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
-        self._state, self._path = state, path
-        self._random = LocalRandomState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=draws)
-        self._positions: SequencePositions | None = None
-        self._outer_positions: SequencePositions | None = None
+    def __init__(
+        self, state: ContextParallelState, module_path: tuple[str, str], module: nn.Module, *, has_random_ops: bool
+    ) -> None:
+        self._state, self._path = state, module_path
+        self._random = LocalRNGState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=has_random_ops)
+        self._positions: SequenceLayout | None = None
+        self._outer_positions: SequenceLayout | None = None
         register_forward_hooks(
-            module, HookOrder.FULL_SEQUENCE, self._before_forward, self._after_forward, with_kwargs=True
+            module, HookOrder.FULL_SEQUENCE, self._forward_pre_hook, self._forward_hook, with_kwargs=True
         )
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state, hidden = self._state, get_first_tensor(args, kwargs)
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, hidden = self._state, get_first_tensor_arg(args, kwargs)
         self._positions = positions = self._outer_positions = state.current
         is_recomputing = current_graph_task_id() >= 0
         if positions is None and is_recomputing:
-            self._positions = positions = state.find_positions_by_local_length(hidden.shape[1])
+            self._positions = positions = state.find_layout_by_local_length(hidden.shape[1])
         if positions is None:
             return None
         local = state.get_local_length(positions.length)
@@ -254,7 +266,7 @@ class FullSequenceHook:
                 f"(batch, {local}, hidden) on this rank, but got {tuple(hidden.shape)}.",
                 remedy="Disable context parallelism for this model (sequence=1).",
             )
-        self._random.enter_local_state(hidden, module.training)
+        self._random.enter_local_rng_state(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder
         parts = {state.get_local_length(length) for length in lengths_seen}
         leaves, spec = tree_flatten_with_path((args, kwargs))
@@ -262,25 +274,27 @@ class FullSequenceHook:
         state.infer_sequence_dims(tensors, lengths_seen, hidden.shape[0])
         state.current = None
 
-        def gather(path: Any, leaf: Any) -> Any:
+        def gather_leaf(path: Any, leaf: Any) -> Any:
             if leaf is hidden:
-                return gather_rows(leaf, state.get_index_shards(positions.length), 1)
+                return all_gather_rows(leaf, state.get_index_shards(positions.length), 1)
             dim = state.find_sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
-            found = None if dim is None else state.find_positions_by_local_length(leaf.shape[dim], lengths_seen)
+            found = None if dim is None else state.find_layout_by_local_length(leaf.shape[dim], lengths_seen)
             return (
-                leaf if found is None or dim is None else gather_rows(leaf, state.get_index_shards(found.length), dim)
+                leaf
+                if found is None or dim is None
+                else all_gather_rows(leaf, state.get_index_shards(found.length), dim)
             )
 
-        return spec.unflatten(gather(path, leaf) for path, leaf in leaves)
+        return spec.unflatten(gather_leaf(path, leaf) for path, leaf in leaves)
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         state, positions, self._positions = self._state, self._positions, None
         if positions is None:
             return output
         state.current = self._outer_positions
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()
         return map_first_output(output, lambda x: slice_local_rows(x, state.get_index_shards(positions.length), 1))
 
     def reset_after_error(self) -> None:
         self._positions = None
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()

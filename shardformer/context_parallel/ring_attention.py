@@ -27,7 +27,7 @@ from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.context_parallel import attention_kernels as kernels
 from shardformer.context_parallel.attention_kernels import AttentionScoreOptions, RelativePositionBias
 from shardformer.context_parallel.masks import ChunkedMask, ChunkVisibility
-from shardformer.context_parallel.sequence_layout import SequencePositions
+from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
@@ -42,13 +42,13 @@ class RingExchange:
 
     axis: Axis
     mask: ChunkedMask
-    options: AttentionScoreOptions
-    gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
+    score_options: AttentionScoreOptions
+    all_gather_kv: bool = False  # all-gather all keys first, instead of sending them during the computation
 
-    def get_needed_chunks(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return the indices of the sequence chunks that ``rank`` needs from the rank ``owner``."""
-        chunks = self.mask.keys.get_chunks_of_rank(owner)
-        return chunks if self.gathers else self.mask.list_needed_key_chunks(rank, chunks)
+    def get_needed_chunks(self, requesting_rank: int, owner_rank: int) -> tuple[int, ...]:
+        """Return the indices of the sequence chunks that ``requesting_rank`` needs from the rank ``owner_rank``."""
+        chunks = self.mask.keys.get_chunk_indices_of_rank(owner_rank)
+        return chunks if self.all_gather_kv else self.mask.get_needed_key_chunks(requesting_rank, chunks)
 
 
 def ring_attention(
@@ -94,8 +94,8 @@ class _RingAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ring_attention_backward(grad, ctx.saved_tensors, ctx.sees_nothing, ctx.exchange), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *ring_attention_backward(grad_output, ctx.saved_tensors, ctx.sees_nothing, ctx.exchange), None
 
 
 def ring_attention_forward(
@@ -106,13 +106,13 @@ def ring_attention_forward(
     Returns the output, its log-sum-exp (B, N, s), and a mask of the queries that attend to no key. The mask is None if
     the attention mask cannot hide all keys.
     """
-    options = _add_distance_bias(exchange.options, distance_bias)
+    options = _with_distance_bias(exchange.score_options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     out: Tensor | None = None
-    lse = q.new_full(q.shape[:3], kernels.get_mask_value(acc_dtype), dtype=acc_dtype)
+    lse = q.new_full(q.shape[:3], kernels.get_masked_score(acc_dtype), dtype=acc_dtype)
     kv = torch.stack((k, v))
-    for _, chunks, arrived in _iterate_keys_and_values(kv, exchange):
-        for at, keys, block in _plan_kernel_calls(exchange, chunks, q.device):
+    for _, chunks, arrived in _iter_kv_by_owner_rank(kv, exchange):
+        for at, keys, block in _iter_kernel_calls(exchange, chunks, q.device):
             key, value = arrived[:, :, :, keys]
             block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
             if out is None and block_out.shape[2] == q.shape[2]:
@@ -124,14 +124,14 @@ def ring_attention_forward(
     if sinks is not None:
         lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
         out = out * (before - lse).exp_()[..., None]
-    sees_nothing = lse < kernels.get_mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all_keys else None
+    sees_nothing = lse < kernels.get_masked_score(acc_dtype) / 2 if exchange.mask.can_mask_all_keys else None
     if sees_nothing is not None:  # torch returns zero for such queries
         out = out.masked_fill(sees_nothing[..., None], 0.0)
     return out.to(q.dtype), lse, sees_nothing
 
 
 def ring_attention_backward(
-    grad: Tensor, saved_tensors: Sequence[Any], sees_nothing: Tensor | None, exchange: RingExchange
+    grad_output: Tensor, saved_tensors: Sequence[Any], is_fully_masked: Tensor | None, exchange: RingExchange
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the backward pass of ring attention: the gradients of q, k, v, sinks and distance_bias.
 
@@ -139,20 +139,20 @@ def ring_attention_backward(
         saved_tensors: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``ring_attention_forward``.
     """
     q, k, v, sinks, distance_bias, out, lse = saved_tensors
-    options = _add_distance_bias(exchange.options, distance_bias)
+    options = _with_distance_bias(exchange.score_options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
     bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
-    if sees_nothing is not None:
-        grad = grad.masked_fill(sees_nothing[..., None], 0.0)
+    if is_fully_masked is not None:
+        grad_output = grad_output.masked_fill(is_fully_masked[..., None], 0.0)
     dq = torch.zeros_like(q, dtype=acc_dtype)
     dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
-    key_value_grads = _KeyValueGradientExchange(dkv, exchange)
+    key_value_grads = _KVGradExchange(dkv, exchange)
     kv = torch.stack((k, v))
-    for owner, chunks, arrived in _iterate_keys_and_values(kv, exchange):
+    for owner, chunks, arrived in _iter_kv_by_owner_rank(kv, exchange):
         total = torch.zeros_like(arrived)
-        for at, keys, block in _plan_kernel_calls(exchange, chunks, q.device):
-            d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
+        for at, keys, block in _iter_kernel_calls(exchange, chunks, q.device):
+            d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad_output, q, out, lse))
             key, value = arrived[:, :, :, keys]
             q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
                 d_out, query, key, value, block_out, block_lse, block, options
@@ -162,33 +162,35 @@ def ring_attention_backward(
             dq[:, :, at] += q_grad
             total[:, :, :, keys] += torch.stack((k_grad, v_grad))
         key_value_grads.send_to_owner(owner, total)
-    key_value_grads.receive_and_sum()
+    key_value_grads.receive_and_accumulate()
     sinks_grad = None
     if sinks is not None:
         weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
-        sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        sinks_grad = -(weight * (grad_output.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
     bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
     return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad
 
 
-def _add_distance_bias(options: AttentionScoreOptions, distance_bias: Tensor | None) -> AttentionScoreOptions:
-    return options if distance_bias is None else replace(options, bias=RelativePositionBias(distance_bias))
+def _with_distance_bias(score_options: AttentionScoreOptions, distance_bias: Tensor | None) -> AttentionScoreOptions:
+    return score_options if distance_bias is None else replace(score_options, bias=RelativePositionBias(distance_bias))
 
 
-def _iterate_keys_and_values(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
     """Yield the keys and values of this rank, and then those of every other rank of the ring.
 
     Each item is (owner rank, chunk indices, keys and values (2, B, K, n, D)).
     """
     axis = exchange.axis
     me, ranks = axis.rank, axis.size
-    local_chunks = exchange.mask.keys.get_chunks_of_rank(me)
-    if exchange.gathers and ranks > 1:
-        lengths = [_count_key_positions(exchange, exchange.mask.keys.get_chunks_of_rank(r)) for r in range(ranks)]
+    local_chunks = exchange.mask.keys.get_chunk_indices_of_rank(me)
+    if exchange.all_gather_kv and ranks > 1:
+        lengths = [
+            _count_key_positions(exchange, exchange.mask.keys.get_chunk_indices_of_rank(r)) for r in range(ranks)
+        ]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
-            yield owner, exchange.mask.keys.get_chunks_of_rank(owner), joined[owner]
+            yield owner, exchange.mask.keys.get_chunk_indices_of_rank(owner), joined[owner]
         return
     incoming = _start_ring_step(kv, exchange, 1)
     yield me, local_chunks, kv
@@ -217,60 +219,62 @@ def _start_ring_step(
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
     leaving, chunks = exchange.get_needed_chunks(to, axis.rank), exchange.get_needed_chunks(axis.rank, source)
-    at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), leaving)
+    at = _get_slice_of_chunks(exchange.mask.keys, exchange.mask.keys.get_chunk_indices_of_rank(axis.rank), leaving)
     out = kv[:, :, :, at].contiguous()
     into = kv.new_empty((*kv.shape[:3], _count_key_positions(exchange, chunks), kv.shape[4]))
-    return chunks, into, _start_send_and_receive(axis, to, out, source, into), out
+    return chunks, into, _start_send_recv(axis, to, out, source, into), out
 
 
-def _start_send_and_receive(axis: Axis, target: int, outgoing: Tensor, source: int, incoming: Tensor) -> Sequence[Work]:
-    if outgoing.numel():
-        record_collective_start("send", axis, get_num_bytes(outgoing), PURPOSE, ranks=2)
-    return axis.transport.exchange({target: outgoing}, {source: incoming})
+def _start_send_recv(axis: Axis, dst: int, send_buffer: Tensor, src: int, recv_buffer: Tensor) -> Sequence[Work]:
+    if send_buffer.numel():
+        record_collective_start("send", axis, get_num_bytes(send_buffer), PURPOSE, num_ranks=2)
+    return axis.transport.exchange({dst: send_buffer}, {src: recv_buffer})
 
 
-class _KeyValueGradientExchange:
+class _KVGradExchange:
     """Sends gradients of keys and values to the ranks that own them, and sums the received gradients."""
 
-    def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
-        self._dkv, self._exchange, self._step = dkv, exchange, 0
+    def __init__(self, kv_grad: Tensor, exchange: RingExchange) -> None:
+        self._dkv, self._exchange, self._step = kv_grad, exchange, 0
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
-    def send_to_owner(self, owner: int, gradients: Tensor) -> None:
+    def send_to_owner(self, owner_rank: int, kv_grads: Tensor) -> None:
         """Send gradients of keys and values to the rank that owns them. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
-        if exchange.gathers and axis.size > 1:
-            self._gathered[owner] = gradients
+        if exchange.all_gather_kv and axis.size > 1:
+            self._gathered[owner_rank] = kv_grads
             return
         if step == 0:
-            self._dkv += gradients
+            self._dkv += kv_grads
             return
         reader = (axis.rank + step) % axis.size
         chunks = exchange.get_needed_chunks(reader, axis.rank)
-        into = gradients.new_empty((*gradients.shape[:3], _count_key_positions(exchange, chunks), gradients.shape[4]))
-        out = gradients.contiguous()
-        self._incoming.append((chunks, into, _start_send_and_receive(axis, owner, out, reader, into), out))
+        into = kv_grads.new_empty((*kv_grads.shape[:3], _count_key_positions(exchange, chunks), kv_grads.shape[4]))
+        out = kv_grads.contiguous()
+        self._incoming.append((chunks, into, _start_send_recv(axis, owner_rank, out, reader, into), out))
 
-    def receive_and_sum(self) -> None:
+    def receive_and_accumulate(self) -> None:
         exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
-            self._exchange_all_gradients()
+            self._exchange_all_grads()
         for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
             if chunks:
-                at = _get_chunks_slice(exchange.mask.keys, exchange.mask.keys.get_chunks_of_rank(axis.rank), chunks)
+                at = _get_slice_of_chunks(
+                    exchange.mask.keys, exchange.mask.keys.get_chunk_indices_of_rank(axis.rank), chunks
+                )
                 self._dkv[:, :, :, at] += into
 
-    def _exchange_all_gradients(self) -> None:
+    def _exchange_all_grads(self) -> None:
         axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
         local = self._gathered[axis.rank]
         arriving = {r: torch.empty_like(local) for r in peers}
         outgoing = {r: self._gathered[r].contiguous() for r in peers}
-        record_collective_start("send", axis, sum(map(get_num_bytes, outgoing.values())), PURPOSE, ranks=2)
+        record_collective_start("send", axis, sum(map(get_num_bytes, outgoing.values())), PURPOSE, num_ranks=2)
         works = axis.transport.exchange(outgoing, arriving)
         self._dkv += local
         for work in works:
@@ -279,36 +283,40 @@ class _KeyValueGradientExchange:
             self._dkv += arriving[rank]
 
 
-def _plan_kernel_calls(
-    exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
+def _iter_kernel_calls(
+    exchange: RingExchange, key_chunks: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
     """Yield the query slice, the key slice and the mask for each call of an attention kernel.
 
     One call suffices if all queries attend to the same keys.
     """
     mask, rank = exchange.mask, exchange.axis.rank
-    rows = mask.list_attending_query_chunks(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.get_visibility(row, c) is not ChunkVisibility.NOTHING) for row in rows}
+    rows = mask.get_attending_query_chunks(rank, key_chunks)
+    seen = {
+        row: tuple(c for c in key_chunks if mask.get_visibility(row, c) is not ChunkVisibility.NOTHING) for row in rows
+    }
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
-    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
+    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == key_chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
-        at = _get_chunks_slice(mask.queries, mask.queries.get_chunks_of_rank(rank), queries)
-        yield at, _get_chunks_slice(mask.keys, chunks, keys), mask.make_block_mask(queries, keys, device)
+        at = _get_slice_of_chunks(mask.queries, mask.queries.get_chunk_indices_of_rank(rank), queries)
+        yield at, _get_slice_of_chunks(mask.keys, key_chunks, keys), mask.make_block_mask(queries, keys, device)
 
 
-def _get_chunks_slice(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the slice of a tensor of ``stored`` chunks that contains the ``selected`` chunks."""
+def _get_slice_of_chunks(
+    sequence_layout: SequenceLayout, stored_chunks: tuple[int, ...], selected_chunks: tuple[int, ...]
+) -> slice:
+    """Return the slice of a tensor of ``stored_chunks`` chunks that contains the ``selected_chunks`` chunks."""
     start = 0
     bounds = []
-    for chunk in stored:
-        a, b = positions.chunks[chunk]
-        if chunk in selected:
+    for chunk in stored_chunks:
+        a, b = sequence_layout.chunks[chunk]
+        if chunk in selected_chunks:
             bounds += [start, start + b - a]
         start += b - a
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _count_key_positions(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+def _count_key_positions(exchange: RingExchange, key_chunks: tuple[int, ...]) -> int:
     positions = exchange.mask.keys
-    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))
+    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in key_chunks))

@@ -8,7 +8,7 @@ the concatenation of these two chunks evenly. For P=2, U=2 and 16 positions:
     position     0  1  2  3   4  5  6  7   8  9 10 11  12 13 14 15
     rank        (0,0) (0,0)  (1,0) (1,0)  (1,1) (1,1)   (0,1) (0,1)      (ring rank, group rank)
 
-Sequences are not padded. Every length of at least ``SequencePositions.get_min_length`` can be split.
+Sequences are not padded. Every length of at least ``SequenceLayout.get_min_length`` can be split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import all_gather_numbers
+from shardformer.comm.collectives import all_gather_ints
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Slice, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
@@ -31,14 +31,14 @@ from shardformer.torch_compat import tolist_or_ones
 
 
 @dataclass(frozen=True)
-class SequencePositions:
+class SequenceLayout:
     """Assigns the positions of a sequence to the ranks that share it in context parallelism.
 
-    >>> SequencePositions(16, ring=2, group=2).split.parts
+    >>> SequenceLayout(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
-    >>> SequencePositions(10, ring=2).chunks
+    >>> SequenceLayout(10, ring=2).chunks
     ((0, 3), (3, 6), (6, 8), (8, 10))
-    >>> SequencePositions(10, ring=2).get_ring_rank_of_chunk(2)
+    >>> SequenceLayout(10, ring=2).get_ring_rank_of_chunk(2)
     1
 
     Raises InputError if a rank would have no position.
@@ -57,9 +57,9 @@ class SequencePositions:
             )
 
     @staticmethod
-    def get_min_length(ring: int, group: int) -> int:
-        """Return the minimum length of a sequence that can be split over ``ring`` x ``group`` ranks."""
-        return ring * max(2, group) if ring > 1 else group
+    def get_min_length(ring_size: int, group_size: int) -> int:
+        """Return the minimum length of a sequence that can be split over ``ring_size`` x ``group_size`` ranks."""
+        return ring_size * max(2, group_size) if ring_size > 1 else group_size
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
@@ -67,15 +67,15 @@ class SequencePositions:
         bounds = get_even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
-    def get_chunks_of_rank(self, ring_rank: int) -> tuple[int, int]:
+    def get_chunk_indices_of_rank(self, ring_rank: int) -> tuple[int, int]:
         """Return the indices of the two chunks that the rank ``ring_rank`` of the ring stores."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
-    def get_ring_rank_of_chunk(self, chunk: int) -> int:
+    def get_ring_rank_of_chunk(self, chunk_index: int) -> int:
         """Return the rank in the ring that stores the chunk with this index."""
-        return min(chunk, 2 * self.ring - 1 - chunk)
+        return min(chunk_index, 2 * self.ring - 1 - chunk_index)
 
-    def get_group_lengths(self, ring_rank: int) -> list[int]:
+    def get_lengths_of_group_ranks(self, ring_rank: int) -> list[int]:
         """Return the number of positions on each rank of the Ulysses group of ``ring_rank``."""
         return [b - a for a, b in pairwise(self._get_group_bounds(ring_rank))]
 
@@ -90,7 +90,7 @@ class SequencePositions:
         return self.split.indices(rank)
 
     def _get_chunk_slices(self, ring_rank: int) -> list[Slice]:
-        return [self.chunks[chunk] for chunk in self.get_chunks_of_rank(ring_rank)]
+        return [self.chunks[chunk] for chunk in self.get_chunk_indices_of_rank(ring_rank)]
 
     def _get_group_bounds(self, ring_rank: int) -> list[int]:
         return get_even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
@@ -107,9 +107,9 @@ class SequencePositions:
         return tuple(found)
 
 
-def get_chunk_positions(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
+def get_chunk_positions(sequence_layout: SequenceLayout, chunk_indices: tuple[int, ...]) -> Tensor:
     """Return the sequence positions of several chunks as one tensor."""
-    return torch.cat([torch.arange(*positions.chunks[chunk]) for chunk in chunks])
+    return torch.cat([torch.arange(*sequence_layout.chunks[chunk]) for chunk in chunk_indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +121,20 @@ class IndexShards:
     full: int  # the length of the full dim
 
     @classmethod
-    def from_positions(cls, positions: SequencePositions, axis: Axis) -> IndexShards:
-        return cls(axis, tuple(positions.get_positions_of_rank(rank) for rank in range(axis.size)), positions.length)
+    def from_sequence_layout(cls, sequence_layout: SequenceLayout, axis: Axis) -> IndexShards:
+        return cls(
+            axis,
+            tuple(sequence_layout.get_positions_of_rank(rank) for rank in range(axis.size)),
+            sequence_layout.length,
+        )
 
     @property
     def local_indices(self) -> Tensor:
         return self.parts[self.axis.rank]
 
-    def slice_local(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of the full tensor ``x`` along ``dim``."""
-        return x.index_select(dim, self.local_indices.to(x.device))
+    def slice_local(self, full_tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice of the full tensor ``full_tensor`` along ``dim``."""
+        return full_tensor.index_select(dim, self.local_indices.to(full_tensor.device))
 
     def repeat_for_samples(self, num_samples: int) -> IndexShards:
         """Return the sharding of ``num_samples`` sequences that are concatenated along this dimension."""
@@ -169,85 +173,92 @@ class ContextParallelState:
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
     group: Axis  # the ranks that exchange heads for positions
-    gathers: bool = False  # all-gather the keys before attention, instead of sending them during attention
+    all_gather_kv: bool = False  # all-gather the keys before attention, instead of sending them during attention
     is_whole: bool = False  # run attention on the full sequence, with masks of all pairs of positions
     is_open: bool = False  # whether the current or last forward pass shards its sequence
-    current: SequencePositions | None = None  # of the running layer, or None if its sequence is not sharded
+    current: SequenceLayout | None = None  # of the running layer, or None if its sequence is not sharded
     seed: int = 0  # of the attention dropout in this forward pass
-    seen: dict[int, SequencePositions] = field(default_factory=dict)  # length -> positions, of all forward passes
-    seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)  # of the current or last forward pass
+    seen: dict[int, SequenceLayout] = field(default_factory=dict)  # length -> positions, of all forward passes
+    seen_in_forward: dict[int, SequenceLayout] = field(default_factory=dict)  # of the current or last forward pass
     dims: Dims = field(default_factory=dict)  # the known sequence dims of the arguments of layers
     _rows: dict[int, IndexShards] = field(default_factory=dict)
     _module_indices: dict[int, int] = field(default_factory=dict)
 
-    def get_positions_per_rank(self, length: int) -> SequencePositions:
+    def get_sequence_layout(self, sequence_length: int) -> SequenceLayout:
         """Return the positions of each rank in a sequence of this length. Raises InputError if it is too short."""
-        if length not in self.seen:
-            self.seen[length] = SequencePositions(length, self.ring.size, self.group.size)
-        return self.seen[length]
+        if sequence_length not in self.seen:
+            self.seen[sequence_length] = SequenceLayout(sequence_length, self.ring.size, self.group.size)
+        return self.seen[sequence_length]
 
-    def get_index_shards(self, length: int) -> IndexShards:
+    def get_index_shards(self, sequence_length: int) -> IndexShards:
         """Return the ``IndexShards`` of a sequence of this length."""
-        if length not in self._rows:
-            self._rows[length] = IndexShards.from_positions(self.get_positions_per_rank(length), self.axis)
-        return self._rows[length]
+        if sequence_length not in self._rows:
+            self._rows[sequence_length] = IndexShards.from_sequence_layout(
+                self.get_sequence_layout(sequence_length), self.axis
+            )
+        return self._rows[sequence_length]
 
     def get_local_length(self, sequence_length: int) -> int:
         """Return how many positions of a sequence of this length this rank stores."""
-        return self.get_positions_per_rank(sequence_length).split.get_local_length(self.axis.rank)
+        return self.get_sequence_layout(sequence_length).split.get_local_length(self.axis.rank)
 
-    def record_sequence_length(self, length: int) -> SequencePositions:
+    def record_sequence_length(self, sequence_length: int) -> SequenceLayout:
         """Record the length of a sequence in this forward pass, and return the positions of each rank."""
-        self.seen_in_forward[length] = positions = self.get_positions_per_rank(length)
+        self.seen_in_forward[sequence_length] = positions = self.get_sequence_layout(sequence_length)
         return positions
 
-    def find_positions_by_local_length(
-        self, local_length: int, candidates: Mapping[int, SequencePositions] | None = None
-    ) -> SequencePositions | None:
+    def find_layout_by_local_length(
+        self, local_length: int, layout_by_length: Mapping[int, SequenceLayout] | None = None
+    ) -> SequenceLayout | None:
         """Find the sequence that has ``local_length`` positions on this rank.
 
-        The default ``candidates`` are all sequences so far. All-gathers one integer per rank if two of them have the
-        same local length on some rank.
+        The default ``layout_by_length`` are all sequences so far. All-gathers one integer per rank if two of them have
+        the same local length on some rank.
         """
-        seen = list((self.seen if candidates is None else candidates).values())
+        seen = list((self.seen if layout_by_length is None else layout_by_length).values())
         parts = [p.split.get_local_lengths() for p in seen]
         if all(len(set(of_rank)) == len(of_rank) for of_rank in zip(*parts, strict=True)):
             return next((p for p in seen if p.split.get_local_length(self.axis.rank) == local_length), None)
-        full = sum(numbers[0] for numbers in all_gather_numbers([local_length], self.axis))
+        full = sum(numbers[0] for numbers in all_gather_ints([local_length], self.axis))
         return self.seen.get(full)
 
-    def find_sequence_dim(self, argument_path: Hashable, x: Tensor, sequence_lengths: Collection[int]) -> int | None:
+    def find_sequence_dim(
+        self, argument_path: Hashable, tensor: Tensor, sequence_lengths: Collection[int]
+    ) -> int | None:
         """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
 
         If the dim is not recorded yet, it is the only dim whose size is in ``sequence_lengths``.
         """
-        dims = [d for d, size in enumerate(x.shape) if size in sequence_lengths]
+        dims = [d for d, size in enumerate(tensor.shape) if size in sequence_lengths]
         if argument_path in self.dims:
             dim = self.dims[argument_path]
             return dim if dim is None or dim in dims else None
-        return self._record_sequence_dim(argument_path, x, dims)
+        return self._record_sequence_dim(argument_path, tensor, dims)
 
     def infer_sequence_dims(
-        self, arguments: Mapping[Any, Tensor], sequence_lengths: Collection[int], num_samples: int
+        self, tensors_by_path: Mapping[Any, Tensor], sequence_lengths: Collection[int], num_samples: int
     ) -> None:
         """Find and record which dimension of each layer argument is the sharded sequence dimension.
 
         Its size is the local length of a sequence on every rank. All-gathers one integer for each new argument.
         """
-        new = {path: x for path, x in arguments.items() if path not in self.dims}
+        new = {path: x for path, x in tensors_by_path.items() if path not in self.dims}
         if not new:
             return
         parts = {self.get_local_length(length) for length in sequence_lengths}
         dims = [[d for d, n in enumerate(x.shape) if n in parts and (d > 0 or n != num_samples)] for x in new.values()]
-        masks = all_gather_numbers([sum(1 << d for d in found) for found in dims], self.axis)
+        masks = all_gather_ints([sum(1 << d for d in found) for found in dims], self.axis)
         for (path, x), found, bits in zip(new.items(), dims, zip(*masks, strict=True), strict=True):
             self._record_sequence_dim(path, x, [d for d in found if all(of_rank >> d & 1 for of_rank in bits)])
 
-    def _record_sequence_dim(self, argument_path: Hashable, x: Tensor, candidate_dims: Sequence[int]) -> int | None:
+    def _record_sequence_dim(
+        self, argument_path: Hashable, tensor: Tensor, candidate_dims: Sequence[int]
+    ) -> int | None:
         if len(candidate_dims) > 1 and not self.is_whole:
             argument = "".join(map(str, argument_path[1:])) if isinstance(argument_path, tuple) else argument_path
             raise InputError(
-                f"Context parallelism does not support the layer argument {argument} of shape {tuple(x.shape)}, in "
+                f"Context parallelism does not support the layer argument {argument} of shape {tuple(tensor.shape)}, "
+                "in "
                 "which several dimensions have the length of the sequence.",
                 remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of masks of all pairs "
                 "of positions, or use another sequence length.",
@@ -255,19 +266,19 @@ class ContextParallelState:
         self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
         return self.dims[argument_path]
 
-    def get_attention_module_index(self, module: object) -> int:
+    def get_attention_module_index(self, attention_module: object) -> int:
         """Return an attention module's index in call order, which is the same on all ranks."""
-        return self._module_indices.setdefault(id(module), len(self._module_indices))
+        return self._module_indices.setdefault(id(attention_module), len(self._module_indices))
 
 
-def get_current_state() -> ContextParallelState | None:
+def get_context_parallel_state() -> ContextParallelState | None:
     """Return the ``ContextParallelState`` of the model whose forward pass runs on this thread, or None."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
-def set_current_state(state: ContextParallelState | None) -> None:
-    """Set the ``ContextParallelState`` that ``get_current_state`` returns on this thread."""
+def set_context_parallel_state(state: ContextParallelState | None) -> None:
+    """Set the ``ContextParallelState`` that ``get_context_parallel_state`` returns on this thread."""
     _THREAD.state = state
 
 

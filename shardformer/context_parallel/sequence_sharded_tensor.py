@@ -32,7 +32,7 @@ from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_al
 from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
+from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import apply_with_custom_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
@@ -68,14 +68,18 @@ class SequenceShardedTensor(ShardedTensor):
     rows: IndexShards
 
     @staticmethod
-    def __new__(cls: type[SequenceShardedTensor], local: Tensor, rows: IndexShards, dim: int) -> SequenceShardedTensor:
-        self = cls._wrap(local, dim, rows.full, local.dtype, requires_grad=local.requires_grad)
-        self.rows = rows
+    def __new__(
+        cls: type[SequenceShardedTensor], local_shard: Tensor, index_shards: IndexShards, shard_dim: int
+    ) -> SequenceShardedTensor:
+        self = cls._wrap_local_shard(
+            local_shard, shard_dim, index_shards.full, local_shard.dtype, requires_grad=local_shard.requires_grad
+        )
+        self.rows = index_shards
         return self
 
     def _gather_full_tensor(self, local: Tensor) -> Tensor:
         """All-gather the sequence. If the local shard is vocabulary-parallel, all-gather the vocabulary first."""
-        return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
+        return all_gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def with_local_shard(
         self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
@@ -96,60 +100,60 @@ class SequenceShardedTensor(ShardedTensor):
         return f"{len(self.rows.local_indices)} of {self.rows.full} rows on {self.rows.axis}"
 
 
-def average_input_gradient(x: Tensor, axis: Axis) -> Tensor:
+def average_input_grad(input_tensor: Tensor, axis: Axis) -> Tensor:
     """Average the gradient of a model input over all ranks in the backward pass.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
     the gradients of their parameters. The gradient is the mean over the ranks, whose gradients are scaled by P.
-    Communicates one all-reduce of x in the backward pass.
+    Communicates one all-reduce of ``input_tensor`` in the backward pass.
     """
     mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
-    return apply_with_custom_backward(x, lambda x: x.view_as(x), mean)
+    return apply_with_custom_backward(input_tensor, lambda x: x.view_as(x), mean)
 
 
-def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
+def all_reduce_sum(local_tensor: Tensor, axis: Axis) -> Tensor:
     """Sum a tensor over the ranks of an axis. Communicates one all-reduce, and another in the backward pass.
 
     The gradients are summed, because they are averaged over the ranks later.
     """
     total = lambda x: all_reduce(x.clone(), axis, purpose="loss")  # noqa: E731
-    return apply_with_custom_backward(local, total, total)
+    return apply_with_custom_backward(local_tensor, total, total)
 
 
-def gather_rows(local: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
+def all_gather_rows(local_rows: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
     """All-gather the rows of all ranks along ``dim``, and sort them into the order of the full tensor.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     Communicates one all-gather, and one all-to-all in the backward pass.
     """
-    dim %= local.dim()
+    dim %= local_rows.dim()
 
-    def gather(local: Tensor) -> Tensor:
+    def all_gather_and_sort(local_tensor: Tensor) -> Tensor:
         lengths = [len(part) for part in index_shards.parts]
-        joined = all_gather(local, index_shards.axis, dim, lengths=lengths, purpose="gather")
-        return joined.index_select(dim, torch.cat(index_shards.parts).argsort().to(local.device))
+        joined = all_gather(local_tensor, index_shards.axis, dim, lengths=lengths, purpose="gather")
+        return joined.index_select(dim, torch.cat(index_shards.parts).argsort().to(local_tensor.device))
 
-    def reduce_scatter(grad: Tensor) -> Tensor:
+    def reduce_scatter_grad(grad: Tensor) -> Tensor:
         parts = [grad.index_select(dim, part.to(grad.device)) for part in index_shards.parts]
         local = parts[index_shards.axis.rank]
         sizes = [local.numel()] * index_shards.axis.size
         summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, index_shards.axis, "gather").wait()
         return summands.view(index_shards.axis.size, *local.shape).sum(0)
 
-    return apply_with_custom_backward(local, gather, reduce_scatter)
+    return apply_with_custom_backward(local_rows, all_gather_and_sort, reduce_scatter_grad)
 
 
-def slice_local_rows(x: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
+def slice_local_rows(full_tensor: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
     """Return this rank's rows of a replicated tensor along ``dim``. Forward and backward communicate nothing."""
-    dim, shape = dim % x.dim(), x.shape
+    dim, shape = dim % full_tensor.dim(), full_tensor.shape
 
-    def pad(grad: Tensor) -> Tensor:
+    def pad_grad(grad: Tensor) -> Tensor:
         return grad.new_zeros(shape).index_copy_(dim, index_shards.local_indices.to(grad.device), grad)
 
-    return apply_with_custom_backward(x, lambda x: index_shards.slice_local(x, dim), pad)
+    return apply_with_custom_backward(full_tensor, lambda x: index_shards.slice_local(x, dim), pad_grad)
 
 
-def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _apply_to_local_positions(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply a linear layer or a norm over the last dim to the local positions, without communication."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
@@ -195,12 +199,12 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
-    random = LocalRandomState(x.rows.axis.rank)
-    random.enter_local_state(x.local)
+    random = LocalRNGState(x.rows.axis.rank)
+    random.enter_local_rng_state(x.local)
     try:
         return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
     finally:
-        random.leave_local_state()
+        random.exit_local_rng_state()
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -276,9 +280,9 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x._full = None
 
 
-def _is_basic_index(key: Any) -> bool:
-    is_number = isinstance(key, int) and not isinstance(key, bool)
-    return key is None or key is Ellipsis or is_number or (isinstance(key, slice) and (key.step or 1) > 0)
+def _is_basic_index(index: Any) -> bool:
+    is_number = isinstance(index, int) and not isinstance(index, bool)
+    return index is None or index is Ellipsis or is_number or (isinstance(index, slice) and (index.step or 1) > 0)
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -317,7 +321,7 @@ _NAMES: Mapping[Rule, str] = {
         {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
-    _apply_per_position: "linear layer_norm rms_norm",
+    _apply_to_local_positions: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
     rules.copy_local_shard: "clone contiguous detach",
@@ -335,18 +339,24 @@ SEQUENCE_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES)
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
-def map_local_positions(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def map_local_shard(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Apply a function that treats each position separately to the local positions of a tensor."""
     return (
-        SequenceShardedTensor(func(x.local), x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else func(x)
+        SequenceShardedTensor(fn(tensor.local), tensor.rows, tensor.shard_dim)
+        if isinstance(tensor, SequenceShardedTensor)
+        else fn(tensor)
     )
 
 
-def to_local(x: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return the local shard of a sequence-sharded tensor, and return any other tensor unchanged."""
-    return x.local if isinstance(x, SequenceShardedTensor) else x
+    return tensor.local if isinstance(tensor, SequenceShardedTensor) else tensor
 
 
-def wrap_shard_like(local: Tensor, x: Any) -> Tensor:
-    """Wrap a local shard in a tensor with the same sharding as x. Return the shard unchanged if x is not sharded."""
-    return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local
+def wrap_shard_like(local_shard: Tensor, reference_tensor: Any) -> Tensor:
+    """Wrap ``local_shard`` like ``reference_tensor``, or return it unchanged if that is not sharded."""
+    return (
+        SequenceShardedTensor(local_shard, reference_tensor.rows, reference_tensor.shard_dim)
+        if isinstance(reference_tensor, SequenceShardedTensor)
+        else local_shard
+    )

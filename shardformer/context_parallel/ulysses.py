@@ -33,9 +33,9 @@ class HeadExchange:
     """Lists the attention heads and the number of positions of each rank of a Ulysses group."""
 
     axis: Axis
-    heads: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
-    lengths: tuple[int, ...]  # the number of positions of each rank
-    count: int  # the total number of heads
+    heads_by_rank: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
+    lengths_by_rank: tuple[int, ...]  # the number of positions of each rank
+    num_heads: int  # the total number of heads
 
 
 def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +44,7 @@ def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...],
 
 
 def assign_key_heads(
-    query_heads: tuple[tuple[int, ...], ...], num_query_heads: int, num_key_heads: int
+    query_heads_by_rank: tuple[tuple[int, ...], ...], num_query_heads: int, num_key_heads: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the key heads that each rank needs for its query heads.
 
@@ -57,7 +57,7 @@ def assign_key_heads(
     """
     per_key = num_query_heads // num_key_heads
     found = []
-    for local_heads in query_heads:
+    for local_heads in query_heads_by_rank:
         read = [query // per_key for query in local_heads]
         once = sorted(set(read))
         repeated = [key for key in once for _ in range(len(local_heads) // max(len(once), 1))]
@@ -65,53 +65,57 @@ def assign_key_heads(
     return tuple(found)
 
 
-def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def exchange_positions_for_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange data between ranks, so that this rank has all positions for some of the heads.
 
     (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all, and another in the backward pass.
     """
     if exchange.axis.size == 1:
-        return x
+        return tensor
     return apply_with_custom_backward(
-        x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange)
+        tensor, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange)
     )
 
 
-def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
+def exchange_heads_for_positions(tensor: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange data between ranks, so that this rank has all heads for some of the positions.
 
     (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all, and another in the backward pass.
     """
     if exchange.axis.size == 1:
-        return x
+        return tensor
     return apply_with_custom_backward(
-        x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange)
+        tensor, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange)
     )
 
 
-def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def scatter_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
     """Run ``exchange_positions_for_heads`` without autograd. Communicates one all-to-all."""
-    batch, _, _, width = x.shape
-    num_heads = len(exchange.heads[exchange.axis.rank])
-    shapes = [(batch, num_heads, length, width) for length in exchange.lengths]
-    return torch.cat(_all_to_all([x[:, list(heads)] for heads in exchange.heads], shapes, exchange.axis), 2)
+    batch, _, _, width = tensor.shape
+    num_heads = len(exchange.heads_by_rank[exchange.axis.rank])
+    shapes = [(batch, num_heads, length, width) for length in exchange.lengths_by_rank]
+    return torch.cat(
+        _all_to_all([tensor[:, list(heads)] for heads in exchange.heads_by_rank], shapes, exchange.axis), 2
+    )
 
 
-def gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def gather_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
     """Run ``exchange_heads_for_positions`` without autograd. Communicates one all-to-all."""
-    batch, _, _, width = x.shape
-    length = exchange.lengths[exchange.axis.rank]
-    shapes = [(batch, len(heads), length, width) for heads in exchange.heads]
-    parts = _all_to_all(list(x.split(exchange.lengths, 2)), shapes, exchange.axis)
-    if [head for heads in exchange.heads for head in heads] == list(range(exchange.count)):
+    batch, _, _, width = tensor.shape
+    length = exchange.lengths_by_rank[exchange.axis.rank]
+    shapes = [(batch, len(heads), length, width) for heads in exchange.heads_by_rank]
+    parts = _all_to_all(list(tensor.split(exchange.lengths_by_rank, 2)), shapes, exchange.axis)
+    if [head for heads in exchange.heads_by_rank for head in heads] == list(range(exchange.num_heads)):
         return torch.cat(parts, 1)
-    full = x.new_zeros(batch, exchange.count, length, width, dtype=torch.promote_types(x.dtype, torch.float32))
-    for heads, part in zip(exchange.heads, parts, strict=True):
-        full.index_add_(1, torch.tensor(heads, device=x.device, dtype=torch.int64), part.to(full.dtype))
-    return full.to(x.dtype)
+    full = tensor.new_zeros(
+        batch, exchange.num_heads, length, width, dtype=torch.promote_types(tensor.dtype, torch.float32)
+    )
+    for heads, part in zip(exchange.heads_by_rank, parts, strict=True):
+        full.index_add_(1, torch.tensor(heads, device=tensor.device, dtype=torch.int64), part.to(full.dtype))
+    return full.to(tensor.dtype)
 
 
-def _all_to_all(tensors: list[Tensor], output_shapes: Sequence[tuple[int, ...]], axis: Axis) -> list[Tensor]:
+def _all_to_all(send_tensors: list[Tensor], output_shapes: Sequence[tuple[int, ...]], axis: Axis) -> list[Tensor]:
     sizes = [torch.Size(shape).numel() for shape in output_shapes]
-    joined = start_all_to_all([part.reshape(-1) for part in tensors], sizes, axis, PURPOSE).wait()
+    joined = start_all_to_all([part.reshape(-1) for part in send_tensors], sizes, axis, PURPOSE).wait()
     return [part.view(shape) for part, shape in zip(joined.split(sizes), output_shapes, strict=True)]

@@ -37,7 +37,7 @@ class SizeOccurrence:
 
     name: str  # path of the parameter, buffer, list or attribute
     dim: int  # dim of the tensor
-    role: SizeLocation
+    location: SizeLocation
     depth: int  # number of module lists that contain it
 
 
@@ -49,7 +49,7 @@ class ConfigField:
     value: int
     changed_value: int
     changed_sizes: Mapping[SizeOccurrence, tuple[float, float]]  # sizes with ``value`` and with ``changed_value``
-    changes_occurrences: bool  # whether the model with ``changed_value`` has different parameters or modules
+    has_changed_structure: bool  # whether the model with ``changed_value`` has different parameters or modules
 
     @cached_property
     def size_ratios(self) -> dict[SizeOccurrence, Fraction]:
@@ -60,20 +60,20 @@ class ConfigField:
             if isinstance(old, int) and new * self.value == old * self.changed_value
         }
 
-    def compute_growth_per_unit(self) -> list[Fraction]:
+    def compute_matrix_dim_growth(self) -> list[Fraction]:
         """Return how much each matrix dim inside a layer grows when this config field increases by one."""
         inside = (
-            pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeLocation.MATRIX
+            pair for place, pair in self.changed_sizes.items() if place.depth and place.location is SizeLocation.MATRIX
         )
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
-    def get_changed_matrices(self) -> set[str]:
+    def get_changed_matrix_names(self) -> set[str]:
         """Return the names of the matrices inside layers whose shapes depend on this config field."""
-        return {place.name for place in self.changed_sizes if place.role is SizeLocation.MATRIX and place.depth}
+        return {place.name for place in self.changed_sizes if place.location is SizeLocation.MATRIX and place.depth}
 
-    def shrinks_a_tensor(self) -> bool:
+    def has_shrinking_tensor_dim(self) -> bool:
         """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
-        tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeLocation.ATTRIBUTE]
+        tensors = [sizes for place, sizes in self.changed_sizes.items() if place.location is not SizeLocation.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
     def get_sizes_equal_to_value(self) -> list[SizeOccurrence]:
@@ -81,17 +81,17 @@ class ConfigField:
         return [
             place
             for place, times in self.size_ratios.items()
-            if times == 1 and place.role is not SizeLocation.ATTRIBUTE
+            if times == 1 and place.location is not SizeLocation.ATTRIBUTE
         ]
 
-    def changes_only_derived_attributes(self) -> bool:
+    def has_only_derived_attributes(self) -> bool:
         """Return whether this config field affects only module attributes that are computed from it."""
         computed = (
-            s.role is SizeLocation.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items()
+            s.location is SizeLocation.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items()
         )
-        return bool(self.changed_sizes) and not self.changes_occurrences and all(computed)
+        return bool(self.changed_sizes) and not self.has_changed_structure and all(computed)
 
-    def divides_a_size(self) -> bool:
+    def is_divisor_of_size(self) -> bool:
         """Return whether a size in a layer, such as the head dim, is inversely proportional to this config field."""
         ratio = Fraction(self.value, self.changed_value)
         if any(new == old * ratio**2 != old for old, new in self.changed_sizes.values() if isinstance(old, int)):
@@ -126,24 +126,24 @@ class FieldMeaning(Enum):
     LAYERS = auto()  # length of a list inside a layer
 
 
-def determine_field_meanings(fields: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
+def infer_field_meanings(all_fields: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
-    meanings = {field.path: meaning for field in fields if (meaning := _classify_config_field(field)) is not None}
+    meanings = {field.path: meaning for field in all_fields if (meaning := _infer_field_meaning(field)) is not None}
     by_heads = {
-        place for field in fields if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
+        place for field in all_fields if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
     }
-    for field in fields:
+    for field in all_fields:
         if meanings.get(field.path) is FieldMeaning.HEAD_DIM and (
-            field.attention_scale_factors & by_heads or _changes_every_matrix(field, fields)
+            field.attention_scale_factors & by_heads or _affects_all_matrices(field, all_fields)
         ):
             meanings[field.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
-    hidden = [n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN]
-    for field, other in combinations(fields, 2):
+    hidden = [n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HIDDEN]
+    for field, other in combinations(all_fields, 2):
         known = {meanings.get(field.path), meanings.get(other.path)}
         shared_tensors = {place.name for place in field.get_sizes_equal_to_value()} & {
             place.name for place in other.get_sizes_equal_to_value()
         }
-        pair = (field.value * other.value in hidden and shared_tensors) or _product_occurs_as_size(field, other)
+        pair = (field.value * other.value in hidden and shared_tensors) or _is_field_product_a_size(field, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((field, other), key=lambda n: n.value)
             if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
@@ -151,32 +151,38 @@ def determine_field_meanings(fields: Sequence[ConfigField]) -> dict[Path, FieldM
             for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
                 if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
                     meanings[one.path] = meaning
-    for field in (field for field in fields if field.path not in meanings and not field.shrinks_a_tensor()):
-        if (meaning := _guess_head_meaning(field, fields, meanings)) is not None:
+    for field in (field for field in all_fields if field.path not in meanings and not field.has_shrinking_tensor_dim()):
+        if (meaning := _guess_head_field_meaning(field, all_fields, meanings)) is not None:
             meanings[field.path] = meaning
-    parts = [n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
-    least = min((n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
+    parts = [n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
+    least = min(
+        (n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1)
+    )
     largest = max([*parts, *(width // least for width in hidden)], default=0)
-    for field in fields:
-        if field.path not in meanings and {o.role for o in field.changed_sizes} - {SizeLocation.ATTRIBUTE} == {
+    for field in all_fields:
+        if field.path not in meanings and {o.location for o in field.changed_sizes} - {SizeLocation.ATTRIBUTE} == {
             SizeLocation.BUFFER
         }:
-            is_part = field.value <= largest or get_possible_rotary_dims(field) & {*parts}
+            is_part = field.value <= largest or get_rotary_dim_candidates(field) & {*parts}
             meanings[field.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
     return meanings
 
 
-def _guess_head_meaning(
-    field: ConfigField, fields: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
+def _guess_head_field_meaning(
+    field: ConfigField, all_fields: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
     """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
-    if any(place.role is SizeLocation.CHANNEL for place in field.changed_sizes):
+    if any(place.location is SizeLocation.CHANNEL for place in field.changed_sizes):
         return None
     inside = {
-        s: k for s, k in field.size_ratios.items() if s.depth and s.role in (SizeLocation.VECTOR, SizeLocation.MATRIX)
+        s: k
+        for s, k in field.size_ratios.items()
+        if s.depth and s.location in (SizeLocation.VECTOR, SizeLocation.MATRIX)
     }
-    hidden = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HIDDEN}
-    heads = {n.value for n in fields if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]}
+    hidden = {n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HIDDEN}
+    heads = {
+        n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]
+    }
     alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
         times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
@@ -186,66 +192,66 @@ def _guess_head_meaning(
         return FieldMeaning.HEADS
     if (
         not inside
-        and field.compute_growth_per_unit()
-        and (field.value not in heads or 1 in field.compute_growth_per_unit())
+        and field.compute_matrix_dim_growth()
+        and (field.value not in heads or 1 in field.compute_matrix_dim_growth())
     ):
         return FieldMeaning.HEAD_DIM
     return None
 
 
-def get_possible_rotary_dims(field: ConfigField) -> set[int]:
+def get_rotary_dim_candidates(field: ConfigField) -> set[int]:
     """Return the rotary dims that a config field may determine, based on the buffers that depend on it."""
-    return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeLocation.BUFFER}
+    return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.location is SizeLocation.BUFFER}
 
 
-def _changes_every_matrix(field: ConfigField, fields: Sequence[ConfigField]) -> bool:
+def _affects_all_matrices(field: ConfigField, all_fields: Sequence[ConfigField]) -> bool:
     """Return whether a config field affects at least the same matrices as all other fields of its config."""
-    neighbors = [n for n in fields if n.path[:-1] == field.path[:-1]]
-    return len(neighbors) > 1 and field.get_changed_matrices() >= {
-        name for other in neighbors for name in other.get_changed_matrices()
+    neighbors = [n for n in all_fields if n.path[:-1] == field.path[:-1]]
+    return len(neighbors) > 1 and field.get_changed_matrix_names() >= {
+        name for other in neighbors for name in other.get_changed_matrix_names()
     }
 
 
-def _product_occurs_as_size(field: ConfigField, other: ConfigField) -> bool:
+def _is_field_product_a_size(field: ConfigField, other_field: ConfigField) -> bool:
     """Return whether a size inside a layer is proportional to the product of two config fields."""
-    times, other_times = field.size_ratios, other.size_ratios
+    times, other_times = field.size_ratios, other_field.size_ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
-    return any(times[s] % other.value == 0 and other_times[s] % field.value == 0 for s in shared)
+    return any(times[s] % other_field.value == 0 and other_times[s] % field.value == 0 for s in shared)
 
 
-def _classify_config_field(field: ConfigField) -> FieldMeaning | None:
+def _infer_field_meaning(field: ConfigField) -> FieldMeaning | None:
     units = field.get_sizes_equal_to_value()
-    inside = any(place.role is SizeLocation.MATRIX and place.depth for place in units)
-    outside = any(place.role in SIZES and not place.depth for place in units)
-    if any(place.role is SizeLocation.LAYERS and place.depth for place in units):
+    inside = any(place.location is SizeLocation.MATRIX and place.depth for place in units)
+    outside = any(place.location in SIZES and not place.depth for place in units)
+    if any(place.location is SizeLocation.LAYERS and place.depth for place in units):
         return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
-    if any(place.role is SizeLocation.ROWS for place in field.changed_sizes):
+    if any(place.location is SizeLocation.ROWS for place in field.changed_sizes):
         return FieldMeaning.ROWS
     if {2, 4, 8} <= {*field.size_ratios.values()}:
         return FieldMeaning.CHANNELS
     if inside and outside:
         return FieldMeaning.HIDDEN
-    if field.divides_a_size():
+    if field.is_divisor_of_size():
         return FieldMeaning.HEADS
-    if any(place.role is SizeLocation.EMBEDDED and not place.depth for place in units):
+    if any(place.location is SizeLocation.EMBEDDED and not place.depth for place in units):
         return FieldMeaning.HIDDEN
-    if any(place.role is SizeLocation.STACK and place.depth for place in units):
+    if any(place.location is SizeLocation.STACK and place.depth for place in units):
         return FieldMeaning.EXPERTS
     if field.attention_scale_factors:
         return FieldMeaning.HEAD_DIM
     matrices = (
-        times for place, times in field.size_ratios.items() if place.role is SizeLocation.MATRIX and place.depth
+        times for place, times in field.size_ratios.items() if place.location is SizeLocation.MATRIX and place.depth
     )
     most = max(matrices, default=Fraction(0))
     is_width = (inside or most == HALF) and most <= MAX_FUSED and field.value >= MIN_WIDTH
     return FieldMeaning.WIDTH if is_width else None
 
 
-def measure_config_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
+def probe_config_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
     """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
     before = find_size_occurrences(build_model(config))
     found = []
-    for path, value in iter_integers_and_uniform_lists(config):
+    for path, value in iter_int_and_uniform_list_fields(config):
         for other in (2 * value, value + 1, value // 2):
             try:
                 after = find_size_occurrences(build_model(replace_config_fields(config, {path: other})))
@@ -257,43 +263,45 @@ def measure_config_fields(build_model: Callable[[Any], nn.Module], config: Any) 
     return found
 
 
-def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+def iter_int_fields(config: Any, path_prefix: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield the path and value of each integer greater than 1 in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
-        if is_config(value):
-            yield from iter_integer_fields(value, (*prefix, name))
+        if is_model_config(value):
+            yield from iter_int_fields(value, (*path_prefix, name))
         elif type(value) is int and value > 1:
-            yield (*prefix, name), value
+            yield (*path_prefix, name), value
 
 
-def iter_integers_and_uniform_lists(config: Any) -> Iterator[tuple[Path, int]]:
+def iter_int_and_uniform_list_fields(config: Any) -> Iterator[tuple[Path, int]]:
     """Yield the path and value of each integer greater than 1 in a config, including lists of identical integers."""
-    yield from iter_integer_fields(config)
+    yield from iter_int_fields(config)
     for path, values in iter_list_fields(config):
         if values[0] > 1 and len(set(values)) == 1:
             yield path, values[0]
 
 
-def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
+def iter_list_fields(
+    config: Any, path_prefix: Path = (), item_type: type = int
+) -> Iterator[tuple[Path, Sequence[Any]]]:
     """Yield the path and value of each list of ``item_type`` values in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
-        if is_config(value):
-            yield from iter_list_fields(value, (*prefix, name), item_type)
+        if is_model_config(value):
+            yield from iter_list_fields(value, (*path_prefix, name), item_type)
         elif isinstance(value, list | tuple) and value and all(type(n) is item_type for n in value):
-            yield (*prefix, name), value
+            yield (*path_prefix, name), value
 
 
-def replace_config_fields(config: Any, new_values: Mapping[Path, Any]) -> Any:
+def replace_config_fields(config: Any, value_by_path: Mapping[Path, Any]) -> Any:
     """Return a copy of a config with new values for some of its fields.
 
     If the field is a list and the new value is a number, the number replaces each entry of the list.
     """
     config = copy.deepcopy(config)
-    for path, number in new_values.items():
+    for path, number in value_by_path.items():
         owner = get_sub_config(config, path[:-1])
         old = vars(owner)[path[-1]]  # some configs raise on getattr if layers have different values
         is_list = isinstance(old, list | tuple) and not isinstance(number, list | tuple)
@@ -301,8 +309,8 @@ def replace_config_fields(config: Any, new_values: Mapping[Path, Any]) -> Any:
     return config
 
 
-def get_sub_config(config: Any, path: Path) -> Any:
-    for name in path:
+def get_sub_config(config: Any, field_path: Path) -> Any:
+    for name in field_path:
         config = vars(config)[name]
     return config
 
@@ -311,12 +319,12 @@ def iter_configs(config: Any) -> Iterator[Any]:
     """Yield a config and, recursively, its nested configs."""
     yield config
     for value in vars(config).values():
-        if is_config(value):
+        if is_model_config(value):
             yield from iter_configs(value)
 
 
-def is_config(value: Any) -> bool:
-    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+def is_model_config(candidate: Any) -> bool:
+    return hasattr(candidate, "to_dict") and hasattr(candidate, "model_type")
 
 
 def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
@@ -337,9 +345,9 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
     return found
 
 
-def _get_size_location(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeLocation | None:
+def _get_size_location(module: nn.Module, tensor_name: str, tensor: Any, dim: int) -> SizeLocation | None:
     """Classify a dim of a parameter or buffer, or return None for the spatial dims of a convolution kernel."""
-    if name in module._buffers:
+    if tensor_name in module._buffers:
         return SizeLocation.BUFFER
     if tensor.dim() == 1:
         return SizeLocation.VECTOR
@@ -352,11 +360,11 @@ def _get_size_location(module: nn.Module, name: str, tensor: Any, dim: int) -> S
     return SizeLocation.STACK if dim == 0 else SizeLocation.MATRIX
 
 
-def make_meta_model_builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """Return a function that builds a ``model_class`` from a config on the meta device."""
+def make_meta_model_builder(model_cls: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """Return a function that builds a ``model_cls`` from a config on the meta device."""
 
-    def make(config: Any) -> nn.Module:
+    def build_on_meta(config: Any) -> nn.Module:
         with torch.device("meta"):
-            return model_class(config)
+            return model_cls(config)
 
-    return make
+    return build_on_meta

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import (
     BlockCandidates,
-    collect_transformers_tp_plan,
     find_block_candidates,
     find_role_matching_plan,
+    merge_transformers_tp_plans,
 )
 from shardformer.discovery.example_inputs import (
     Forward,
     UnknownInputsError,
     convert_batch_to_kwargs,
-    get_required_arguments,
+    get_required_forward_args,
 )
 from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
@@ -48,28 +48,28 @@ WIDTH = 100
 """Width of printed policies, in characters."""
 
 
-def format_policy_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return Python source code that defines a policy as a class called ``name``, with notes as comments."""
+def format_policy_source_with_notes(policy: RolePolicy, class_name: str = "MyPolicy") -> str:
+    """Return Python source code that defines a policy as a class called ``class_name``, with notes as comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
         for note in policy.notes
     ]
-    return "\n".join(notes) + "\n\n" + format_policy_module(policy, name)
+    return "\n".join(notes) + "\n\n" + format_policy_class_source(policy, class_name)
 
 
-def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return Python source code that defines a policy as a class called ``name``, including the import statement."""
+def format_policy_class_source(policy: RolePolicy, class_name: str = "MyPolicy") -> str:
+    """Return Python source code that defines a policy class ``class_name``, including the import statement."""
     stacks = get_layer_stacks(policy)
     used_classes: set[str] = {"RolePolicy"}
-    lines = [f"class {name}(RolePolicy):"]
+    lines = [f"class {class_name}(RolePolicy):"]
     if "base" in vars(type(policy)):
         lines.append('    base = ""  # paths are relative to the full model')
     if len(stacks) == 1:
-        lines += [f"    stack = {_format_stack(stacks[0], '    ', used_classes)}"]
+        lines += [f"    stack = {_format_stack_source(stacks[0], '    ', used_classes)}"]
     else:
         lines += [
             "    stack = (",
-            *(f"        {_format_stack(stack, '        ', used_classes)}," for stack in stacks),
+            *(f"        {_format_stack_source(stack, '        ', used_classes)}," for stack in stacks),
             "    )",
         ]
     lines += [
@@ -84,62 +84,62 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
     return "\n".join([f"from shardformer.policies import {', '.join(sorted(used_classes))}", "", "", *lines]) + "\n"
 
 
-def _split_call_into_lines(source: str, indent: str) -> str:
+def _split_call_into_lines(call_source: str, indentation: str) -> str:
     """Break a call that is too long for one line into one line per argument."""
-    if len(indent) + len(source) < WIDTH or not source.endswith(")"):
-        return source
-    start, depth, parts = source.index("(") + 1, 0, [""]
-    for letter in source[start:-1]:
+    if len(indentation) + len(call_source) < WIDTH or not call_source.endswith(")"):
+        return call_source
+    start, depth, parts = call_source.index("(") + 1, 0, [""]
+    for letter in call_source[start:-1]:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
-    inner = f"{indent}    "
+    inner = f"{indentation}    "
     lines = [f"{inner}{_split_call_into_lines(part.strip(), inner)}," for part in parts if part.strip()]
-    return "\n".join([source[:start], *lines, f"{indent})"])
+    return "\n".join([call_source[:start], *lines, f"{indentation})"])
 
 
-def format_role(role: Role) -> str:
+def format_role_source(role: Role) -> str:
     """Return a role of a policy, such as ``Attention("attn", ...)``, as a one-line Python expression."""
-    return _format_value(role, set()).replace("'", '"')
+    return _format_expression(role, set()).replace("'", '"')
 
 
-def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str:
-    """Return the Python source of a ``LayerStack``, and add the classes that it uses to ``used_classes``."""
-    used_classes.add("LayerStack")
-    inner = f"{indent}    "
+def _format_stack_source(stack: LayerStack, indentation: str, used_class_names: set[str]) -> str:
+    """Return the Python source of a ``LayerStack``, and add the classes that it uses to ``used_class_names``."""
+    used_class_names.add("LayerStack")
+    inner = f"{indentation}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
     lines += [
-        f"{inner}    {_split_call_into_lines(_format_value(block, used_classes), f'{inner}    ')},"
+        f"{inner}    {_split_call_into_lines(_format_expression(block, used_class_names), f'{inner}    ')},"
         for block in stack.blocks
     ]
     lines.append(f"{inner}],")
     lines += [
         f"{inner}{n}={text},"
-        for n, text in _format_non_default_fields(stack, used_classes)
+        for n, text in _format_non_default_fields(stack, used_class_names)
         if n not in ("layers", "blocks")
     ]
-    return "\n".join([*lines, f"{indent})"])
+    return "\n".join([*lines, f"{indentation})"])
 
 
-def _format_value(value: Any, used_classes: set[str]) -> str:
-    if not is_dataclass(value):
-        return repr(value)
-    used_classes.add(type(value).__name__)
+def _format_expression(field_value: Any, used_class_names: set[str]) -> str:
+    if not is_dataclass(field_value):
+        return repr(field_value)
+    used_class_names.add(type(field_value).__name__)
     arguments = [
         text if n in ("at", "projections") else f"{n}={text}"
-        for n, text in _format_non_default_fields(value, used_classes)
+        for n, text in _format_non_default_fields(field_value, used_class_names)
     ]
-    return f"{type(value).__name__}({', '.join(arguments)})"
+    return f"{type(field_value).__name__}({', '.join(arguments)})"
 
 
-def _format_non_default_fields(value: Any, used_classes: set[str]) -> list[tuple[str, str]]:
+def _format_non_default_fields(instance: Any, used_class_names: set[str]) -> list[tuple[str, str]]:
     out = []
-    for f in (f for f in fields(value) if f.init):
+    for f in (f for f in fields(instance) if f.init):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
-        if getattr(value, f.name) not in (usual, (), [], {}):
-            out.append((f.name, _format_value(getattr(value, f.name), used_classes)))
+        if getattr(instance, f.name) not in (usual, (), [], {}):
+            out.append((f.name, _format_expression(getattr(instance, f.name), used_class_names)))
     return out
 
 
@@ -150,19 +150,19 @@ MAX_CANDIDATES = 40  # largest number of candidate roles that are validated for 
 OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
-class DerivationError(PolicyError):
+class PolicyDerivationError(PolicyError):
     """Raised if no policy can be derived for a model.
 
     Attributes:
         reason: why no policy can be derived.
-        nearest: source code of the policy that comes closest to passing validation, or an empty string.
+        nearest_policy_source: source code of the policy that comes closest to passing validation, or an empty string.
     """
 
     reason: str = ""
-    nearest: str = ""
+    nearest_policy_source: str = ""
 
 
-class NothingShardedError(DerivationError):
+class NoShardableLayerError(PolicyDerivationError):
     """Raised if no layer of a model can be sharded by tensor parallelism."""
 
 
@@ -176,7 +176,7 @@ class DerivedPolicy(RolePolicy):
     layers: Mapping[str, frozenset[LayerKind]] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return format_policy_source(self)
+        return format_policy_source_with_notes(self)
 
     def replicated_paths(self) -> None:
         """Return None to allow parameters to be replicated if no valid way to shard them was found."""
@@ -216,40 +216,42 @@ def derive_policy(
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
         reduced = reduce_model(full, None if batch is None else convert_batch_to_kwargs(batch, full))
-        return derive_policy_from_forward(reduced.model, reduced.run, reduced, collect_transformers_tp_plan(full))()
+        return derive_policy_from_forward(
+            reduced.model, reduced.forward_fn, reduced, merge_transformers_tp_plans(full)
+        )()
 
 
-def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
+def derive_pipeline_only_policy(model: nn.Module, *, allow_model_copy: bool = False) -> RolePolicy:
     """Derive a policy for pipeline parallelism only, by finding the lists of layers in a model.
 
     The policy has no stack if no reduced model can be built and run.
 
     Args:
-        allow_copy: whether a copy of the model may be used if no reduced model can be built.
+        allow_model_copy: whether a copy of the model may be used if no reduced model can be built.
     """
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            reduced = reduced_model.reduce_or_copy_model(model) if allow_copy else reduce_model(model)
+            reduced = reduced_model.reduce_or_copy_model(model) if allow_model_copy else reduce_model(model)
         except PolicyError as error:
-            note = f"The model was not searched for stacks of layers: {error if allow_copy else f'{error.what}.'}"
+            note = f"The model was not searched for stacks of layers: {error if allow_model_copy else f'{error.what}.'}"
             empty: type[DerivedPolicy] = type(
                 "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
             )
             return empty()
         reference = reduced.compute_reference_gradients()
         found = find_layer_stacks(reference)
-        first = _make_stacks_only_policy(found, reference, reduced)
+        first = _make_pipeline_only_policy(found, reference, reduced)
         sizes = {s.layers: reduced_model.count_parameters(reduced.model.get_submodule(s.layers)) for s in found}
         alone = found if len(found) > 1 and first.no_pipeline else []
         largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
-        others = (_make_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
+        others = (_make_pipeline_only_policy([stack], reference, reduced) for stack in largest_first)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
-def _make_stacks_only_policy(
+def _make_pipeline_only_policy(
     stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    kinds = {stack.layers: _find_layer_kinds_in_stack(reference.model, stack.layers) for stack in stacks}
+    kinds = {stack.layers: _get_layer_kinds(reference.model, stack.layers) for stack in stacks}
     note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
@@ -262,7 +264,7 @@ def _make_stacks_only_policy(
 
 def derive_policy_from_forward(
     model: nn.Module,
-    run: Forward,
+    forward_fn: Forward,
     reduced: ReducedModel | None = None,
     tp_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> type[DerivedPolicy]:
@@ -276,34 +278,36 @@ def derive_policy_from_forward(
     Raises:
         PolicyError: if no policy passes validation.
     """
-    reduced = reduced or ReducedModel(model, run, {})
-    cache = _ValidationCache(ReferenceGradients.from_model(model, run))
+    reduced = reduced or ReducedModel(model, forward_fn, {})
+    cache = _PolicyValidationCache(ReferenceGradients.from_model(model, forward_fn))
     # validate each block over 2 ranks and all blocks together over 2 and 4; if that fails, each block over 2 and 4
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
     for ranks, draft in [(VALIDATION_RANKS[:1], tp_plan), *tries] if tp_plan else tries:
-        blocks, replicated = _find_valid_blocks(cache, ranks, draft)
-        vocabulary = _find_vocabulary_paths(model)
-        if blocks and cache.find_failure(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            if (failure := cache.find_failure(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
+        blocks, replicated = _find_shardable_blocks(cache, ranks, draft)
+        vocabulary = _find_vocab_module_paths(model)
+        if blocks and cache.find_failure(_build_policy_class(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
+            if (
+                failure := cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
+            ) is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
-        policy = _build_policy(model, blocks, vocabulary)
+        policy = _build_policy_class(model, blocks, vocabulary)
         no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
         problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None:
             break
         if not (blocks or draft):
-            raise _make_derivation_error(model, cache, problem, NothingShardedError)
+            raise _make_derivation_error(model, cache, problem, NoShardableLayerError)
     if problem is not None:
-        raise _make_derivation_error(model, cache, problem, DerivationError)
-    outputs = count_layer_outputs(model, run, policy.layers)
+        raise _make_derivation_error(model, cache, problem, PolicyDerivationError)
+    outputs = count_layer_outputs(model, forward_fn, policy.layers)
     policy.stack = validated = [
         replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
         for stack, layers in zip(get_layer_stacks(policy), policy.layers, strict=True)
     ]
-    references = replace(cache.reference, further_batches=reduced.compute_further_gradients())
+    references = replace(cache.reference, further_batches=reduced.compute_media_gradients())
     failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.further_batches else None
-    policy.unproven = {"tensor": reduced.explain_unvalidated_inputs(failure)} if failure is not None else {}
+    policy.unproven = {"tensor": reduced.get_unvalidated_input_reasons(failure)} if failure is not None else {}
     policy.stack, policy.no_pipeline = _find_validated_hints("pipe", reduced, references, policy, find_pipeline_hints)
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
@@ -315,60 +319,60 @@ def derive_policy_from_forward(
         for what, inputs in policy.unproven.items()
         for name, reason in inputs.items()
     ]
-    closest = [f"The closest role for {b.layers}: {format_role(b.roles[0])}." for b in cache.nearest]
+    closest = [f"The closest role for {b.layer_list_path}: {format_role_source(b.roles[0])}." for b in cache.nearest]
     policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
-    policy.keep_replicated = _find_unsharded_matrices(model, policy())
+    policy.keep_replicated = _find_unsharded_weight_paths(model, policy())
     return policy
 
 
 def _make_derivation_error(
-    model: nn.Module, cache: _ValidationCache, reason: str, error_class: type[DerivationError]
-) -> DerivationError:
-    error = error_class(
+    model: nn.Module, validation_cache: _PolicyValidationCache, reason: str, error_cls: type[PolicyDerivationError]
+) -> PolicyDerivationError:
+    error = error_cls(
         f"No policy for {type(model).__name__} could be derived: {reason}",
         rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
         remedy="Use data parallelism and ZeRO (data=, zero_stage=), which need no policy, or write a policy for this "
         "model (docs/policies.md)"
-        if error_class is NothingShardedError
+        if error_cls is NoShardableLayerError
         else "Write a policy for this model (docs/policies.md)",
     )
     error.reason = reason
-    if isinstance(error, NothingShardedError) and cache.nearest:
-        closest = _build_policy(model, cache.nearest, _find_vocabulary_paths(model))
-        closest.keep_replicated = _find_unsharded_matrices(model, closest())
-        error.nearest = str(closest()).lstrip()
+    if isinstance(error, NoShardableLayerError) and validation_cache.nearest:
+        closest = _build_policy_class(model, validation_cache.nearest, _find_vocab_module_paths(model))
+        closest.keep_replicated = _find_unsharded_weight_paths(model, closest())
+        error.nearest_policy_source = str(closest()).lstrip()
     return error
 
 
 def _find_validated_hints(
     feature: str,
     reduced: ReducedModel,
-    references: ReferenceGradients,
-    policy: type[RolePolicy],
-    find_hints: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
+    reference: ReferenceGradients,
+    policy_cls: type[RolePolicy],
+    find_hints_fn: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
     """Find policy settings for pipeline or sequence parallelism that pass validation.
 
     If they only pass for the first example batch, the inputs of the other batches are recorded as unvalidated.
     """
-    stacks, failure = find_hints(references, policy)
+    stacks, failure = find_hints_fn(reference, policy_cls)
     first_only = None
-    if failure is not None and references.further_batches:
-        stacks_of_first, reason = find_hints(replace(references, further_batches=()), policy)
+    if failure is not None and reference.further_batches:
+        stacks_of_first, reason = find_hints_fn(replace(reference, further_batches=()), policy_cls)
         if reason is None:
             stacks, failure, first_only = stacks_of_first, None, failure
-    unproven = reduced.explain_unvalidated_inputs(first_only)
+    unproven = reduced.get_unvalidated_input_reasons(first_only)
     if feature == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
-        unproven = {name: reason for name, reason in unproven.items() if name not in reduced.untried}
-    policy.unproven = {**policy.unproven, feature: unproven}
+        unproven = {name: reason for name, reason in unproven.items() if name not in reduced.untried_inputs}
+    policy_cls.unproven = {**policy_cls.unproven, feature: unproven}
     return stacks, failure
 
 
-def _find_valid_blocks(
-    cache: _ValidationCache, rank_counts: Sequence[int], tp_plan: Mapping[str, str]
+def _find_shardable_blocks(
+    validation_cache: _PolicyValidationCache, tp_sizes: Sequence[int], tp_plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Return the attention and MLP blocks that can be sharded, and why each other linear layer is replicated."""
-    model, run = cache.reference.model, cache.reference.run
+    model, run = validation_cache.reference.model, validation_cache.reference.forward_fn
     replicated = {
         path: OUTSIDE_LAYERS_REASON
         for path, m in model.named_modules()
@@ -376,10 +380,10 @@ def _find_valid_blocks(
     }
     while True:
         blocks, again = _validate_blocks(
-            cache,
+            validation_cache,
             find_block_candidates(model, trace_forward(model, run, replicated)),
             replicated,
-            rank_counts,
+            tp_sizes,
             tp_plan,
         )
         if not again:
@@ -387,7 +391,7 @@ def _find_valid_blocks(
         replicated |= again
 
 
-class _ValidationCache:
+class _PolicyValidationCache:
     """A cache of validation results, because repeated searches often try the same candidate policies."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
@@ -396,67 +400,70 @@ class _ValidationCache:
         """The first candidate of each attention module for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
-    def find_failure(self, policy: type[RolePolicy], rank_counts: Sequence[int]) -> str | None:
-        """Validate a policy on each number of ranks in ``rank_counts``, and return the first failure or None."""
-        key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
-        for size in rank_counts:
+    def find_failure(self, policy_cls: type[RolePolicy], tp_sizes: Sequence[int]) -> str | None:
+        """Validate a policy on each number of ranks in ``tp_sizes``, and return the first failure or None."""
+        key = str([get_layer_stacks(policy_cls), policy_cls.embeddings, policy_cls.head])
+        for size in tp_sizes:
             if (key, size) not in self._tried:
-                self._tried[key, size] = validate_policy(self.reference, policy, size)
+                self._tried[key, size] = validate_policy(self.reference, policy_cls, size)
             if (problem := self._tried[key, size]) is not None:
                 return problem
         return None
 
 
-def _find_unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
+def _find_unsharded_weight_paths(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
     """Return the paths of matrices that the policy does not shard. A leading dot marks paths outside the base model."""
     policy.set_model(model)
-    cut, base = make_sharding_plan(model, policy).get_sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
+    cut, base = (
+        make_sharding_plan(model, policy).get_sharded_param_names_by_id(),
+        f"{policy.base}." if policy.base else "",
+    )
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
     paths = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
-    return tuple(dict.fromkeys(map(_replace_indices_by_wildcards, paths)))
+    return tuple(dict.fromkeys(map(_replace_indices_with_wildcards, paths)))
 
 
-def _replace_indices_by_wildcards(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+def _replace_indices_with_wildcards(module_path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in module_path.split("."))
 
 
-def _find_layer_kinds_in_stack(model: nn.Module, layer_list_path: str) -> frozenset[LayerKind]:
+def _get_layer_kinds(model: nn.Module, layer_list_path: str) -> frozenset[LayerKind]:
     return frozenset(get_layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layer_list_path))
 
 
-def _format_derivation_notes(replication_reasons: Mapping[str, str], pipeline_failure: str | None) -> list[str]:
+def _format_derivation_notes(replication_reason_by_path: Mapping[str, str], pipeline_failure: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
     stages = " and over two pipeline stages" if pipeline_failure is None else ""
     validated = f"The policy was derived, and validated on a reduced model {over}{stages}."
     reasons: dict[str, list[str]] = {}
-    for path, reason in replication_reasons.items():
+    for path, reason in replication_reason_by_path.items():
         if reason != OUTSIDE_LAYERS_REASON:
-            reasons.setdefault(reason, []).append(_replace_indices_by_wildcards(path))
+            reasons.setdefault(reason, []).append(_replace_indices_with_wildcards(path))
     return [
         validated,
         *(f"Replicated, because {reason}: {', '.join(dict.fromkeys(paths))}." for reason, paths in reasons.items()),
     ]
 
 
-def _is_inside_module_list(model: nn.Module, path: str) -> bool:
-    parts = path.split(".")
+def _is_inside_module_list(model: nn.Module, module_path: str) -> bool:
+    parts = module_path.split(".")
     around = [".".join(parts[:i]) for i in range(len(parts)) if parts[i].isdigit()]
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)
 
 
-def _choose_rank_counts_for_role(role: Role, rank_counts: Sequence[int]) -> Sequence[int]:
+def _get_tp_sizes_for_role(role: Role, tp_sizes: Sequence[int]) -> Sequence[int]:
     """Return the tensor parallel sizes for which to validate a role, such as an ``Attention``.
 
     Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
     """
-    return [*rank_counts, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else rank_counts
+    return [*tp_sizes, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else tp_sizes
 
 
 def _validate_blocks(
-    cache: _ValidationCache,
+    validation_cache: _PolicyValidationCache,
     blocks: Sequence[BlockCandidates],
-    replication_reasons: Mapping[str, str],
-    rank_counts: Sequence[int],
+    replication_reason_by_path: Mapping[str, str],
+    tp_sizes: Sequence[int],
     tp_plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Find a valid way to shard each block, or return why the first block without one must be replicated.
@@ -465,71 +472,81 @@ def _validate_blocks(
     """
     validated: list[BlockCandidates] = []
     for block in blocks:
-        reason = block.reason
+        reason = block.replication_reason
         if (
-            planned := find_role_matching_plan(tp_plan, block.layers, block.roles)
+            planned := find_role_matching_plan(tp_plan, block.layer_list_path, block.roles)
         ) is not None:  # validated with all others
             validated.append(replace(block, roles=[planned]))
             continue
         for role in block.roles[:MAX_CANDIDATES]:
             alone = replace(block, roles=[role])
             if (
-                problem := cache.find_failure(
-                    _build_policy(cache.reference.model, [alone], {}), _choose_rank_counts_for_role(role, rank_counts)
+                problem := validation_cache.find_failure(
+                    _build_policy_class(validation_cache.reference.model, [alone], {}),
+                    _get_tp_sizes_for_role(role, tp_sizes),
                 )
             ) is None:
                 validated.append(alone)
                 break
             reason = reason or f"no candidate for sharding it passed validation: {problem}"
         else:
-            again = {column: reason for column in block.columns if column not in replication_reasons}
+            again = {column: reason for column in block.column_paths if column not in replication_reason_by_path}
             if again:
-                _store_rejected_attention_role(cache, block)
+                _cache_rejected_attention(validation_cache, block)
                 return [], again
     return validated, {}
 
 
-def _store_rejected_attention_role(cache: _ValidationCache, block: BlockCandidates) -> None:
+def _cache_rejected_attention(validation_cache: _PolicyValidationCache, block: BlockCandidates) -> None:
     """Store the best guess for an attention block that failed validation, to suggest it in the error message."""
-    roles = [] if hasattr(cache.reference.model, "config") else block.roles
+    roles = [] if hasattr(validation_cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
         first = next((role for role in roles if isinstance(role, Attention) and role.inputs.entry), first)
-    if isinstance(first, Attention) and all(first.at != closest.roles[0].at for closest in cache.nearest):
-        cache.nearest.append(replace(block, roles=[first]))
+    if isinstance(first, Attention) and all(first.at != closest.roles[0].at for closest in validation_cache.nearest):
+        validation_cache.nearest.append(replace(block, roles=[first]))
 
 
-def _build_policy(
-    model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
+def _build_policy_class(
+    model: nn.Module, blocks: Sequence[BlockCandidates], vocab_paths: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
     """Build a policy class that shards the blocks, the token embeddings and the LM head."""
     prefix = getattr(model, "base_model_prefix", "")
-    stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
-    paths = [*stacks, *vocabulary.get("embeddings", ())]
+    stacks = {
+        block.layer_list_path: [b for b in blocks if b.layer_list_path == block.layer_list_path] for block in blocks
+    }
+    paths = [*stacks, *vocab_paths.get("embeddings", ())]
     inside = bool(prefix) and hasattr(model, prefix) and all(p.startswith(f"{prefix}.") for p in paths)
 
-    def relative(path: str) -> str:
-        return path.removeprefix(prefix).removeprefix(".") if inside else path
+    def to_relative_path(module_path: str) -> str:
+        return module_path.removeprefix(prefix).removeprefix(".") if inside else module_path
 
     table = []
     for layers, of_stack in stacks.items():
-        norm = next((relative(b.final_norm) for b in of_stack if b.final_norm), None)
-        context = next(((relative(b.context[0]), b.context[1]) for b in of_stack if b.context), None)
+        norm = next((to_relative_path(b.final_norm) for b in of_stack if b.final_norm), None)
+        context = next(
+            (
+                (to_relative_path(b.cross_states_source[0]), b.cross_states_source[1])
+                for b in of_stack
+                if b.cross_states_source
+            ),
+            None,
+        )
         table.append(
-            LayerStack(relative(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context)
+            LayerStack(to_relative_path(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context)
         )
     fields: dict[str, Any] = {
         "stack": tuple(table),
-        "embeddings": tuple(relative(path) for path in vocabulary.get("embeddings", ())),
-        "head": vocabulary.get("head", ()),
-        "layers": {layers: _find_layer_kinds_in_stack(model, layers) for layers in stacks},
+        "embeddings": tuple(to_relative_path(path) for path in vocab_paths.get("embeddings", ())),
+        "head": vocab_paths.get("head", ()),
+        "layers": {layers: _get_layer_kinds(model, layers) for layers in stacks},
     }
     if not inside:
         fields["base"] = ""
     return type("GeneratedPolicy", (DerivedPolicy,), fields)
 
 
-def _find_vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _find_vocab_module_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the paths of the token embeddings and of the heads that compute logits."""
     tokens = find_embeddings(model, "input")
     if not isinstance(tokens, nn.Embedding):
@@ -563,28 +580,32 @@ IN_ITS_FORWARD = (
 )
 
 
-def make_no_policy_error(model: nn.Module, error: PolicyError, tensor_parallel_size: int | None) -> DerivationError:
+def make_no_policy_error(
+    model: nn.Module, derivation_error: PolicyError, tensor_parallel_size: int | None
+) -> PolicyDerivationError:
     """Build the error for a model without a policy: none was passed, none is registered, and none can be derived.
 
     Args:
-        error: the error of ``derive_policy``.
+        derivation_error: the error of ``derive_policy``.
         tensor_parallel_size: the requested tensor parallel size, if known.
     """
-    reason = error.reason if isinstance(error, DerivationError) else error.what
-    if isinstance(error, UnknownInputsError) and get_model_family(model) is None:
+    reason = derivation_error.reason if isinstance(derivation_error, PolicyDerivationError) else derivation_error.what
+    if isinstance(derivation_error, UnknownInputsError) and get_model_family(model) is None:
         found = _make_unknown_inputs_error(model, reason)
-    elif isinstance(error, NothingShardedError):
-        found = _make_nothing_sharded_error(model, reason, tensor_parallel_size, error.nearest)
+    elif isinstance(derivation_error, NoShardableLayerError):
+        found = _make_no_shardable_layer_error(
+            model, reason, tensor_parallel_size, derivation_error.nearest_policy_source
+        )
     else:
-        found = _make_unknown_policy_error(model, reason)
+        found = _make_missing_policy_error(model, reason)
     found.reason = reason
     return found
 
 
-def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError:
+def _make_missing_policy_error(model: nn.Module, reason: str) -> PolicyDerivationError:
     family, name = get_model_family(model), type(model).__name__
     tried = f"model type {family!r}" if family else "it has no config with a model type"
-    return DerivationError(
+    return PolicyDerivationError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}.",
         rule=f"The registered families are {', '.join(FAMILIES)}.",
         remedy=(f"{suggest_similar_names(family, FAMILIES)} " if family else "")
@@ -592,9 +613,9 @@ def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError
     )
 
 
-def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError:
-    batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
-    return DerivationError(
+def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyDerivationError:
+    batch = ", ".join(f'"{name}": ...' for name in get_required_forward_args(model))
+    return PolicyDerivationError(
         f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}.",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
@@ -604,21 +625,21 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError
     )
 
 
-def _make_nothing_sharded_error(
-    model: nn.Module, reasons: str, tensor_parallel_size: int | None, nearest_table: str
-) -> DerivationError:
+def _make_no_shardable_layer_error(
+    model: nn.Module, reason: str, tensor_parallel_size: int | None, nearest_policy_source: str
+) -> PolicyDerivationError:
     name = type(model).__name__
     requested = f" over tensor={tensor_parallel_size}" if tensor_parallel_size else ""
-    stacks = derive_layer_stacks(model)
+    stacks = derive_pipeline_only_policy(model)
     if not stacks.stack:
         pipe = f"Pipeline parallelism finds no stack of layers in {name}"
     elif stacks.no_pipeline:
         pipe = f"Pipeline parallelism does not support {name} ({stacks.no_pipeline})"
     else:
         pipe = "Or use pipeline stages: launch_from_torch(pipe=2)"
-    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
-    return DerivationError(
-        f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}.",
+    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_policy_source, '    ')}\nOr omit" if nearest_policy_source else "Omit"
+    return PolicyDerivationError(
+        f"No layer of {name} can be sharded{requested} by tensor parallelism: {reason}.",
         remedy=f"{table} the tensor axis, and use launch_from_torch(data=2) and "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
         "them in a policy (docs/policies.md).",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, get_special_token_ids
-from shardformer.random_state import temporarily_set_seed
+from shardformer.random_state import fork_rng_with_seed
 from shardformer.torch_compat import tolist_or_ones, tree_leaves
-from shardformer.transformers_compat import filter_forward_arguments, find_embeddings
+from shardformer.transformers_compat import filter_forward_kwargs, find_embeddings
 
 Forward = Callable[[nn.Module], Any]  # a function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
@@ -47,7 +47,7 @@ def convert_batch_to_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
         InputError: if the batch has another type, or more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
-        return filter_forward_arguments(batch, model)
+        return filter_forward_kwargs(batch, model)
     values = (batch,) if isinstance(batch, Tensor) else batch
     names = list(inspect.signature(model.forward).parameters)
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
@@ -67,9 +67,9 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         UnknownInputsError: if no argument of `forward` is known.
     """
     names = inspect.signature(model.forward).parameters
-    inputs = dict(generate_known_inputs(model))
+    inputs = dict(iter_known_inputs(model))
     if not inputs:
-        example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
+        example = ", ".join(f'"{name}": tensor' for name in get_required_forward_args(model))
         arguments = ", ".join(names)
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}.forward({arguments}).",
@@ -82,7 +82,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     audio = {name: x for name, x in inputs.items() if name in ("input_values", "input_features", "decoder_input_ids")}
     ways = [inputs, only_text, others, audio]
     ways = [way for i, way in enumerate(ways) if way and way not in ways[:i]]
-    if "input_ids" in inputs and (codebooks := _find_config_field(getattr(model, "config", None), "num_codebooks")):
+    if "input_ids" in inputs and (codebooks := _get_config_field(getattr(model, "config", None), "num_codebooks")):
         ways.append({**only_text, "input_ids": inputs["input_ids"].repeat(codebooks, 1)})  # one row per audio codebook
     return ways
 
@@ -93,7 +93,7 @@ def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     The values are tokens if the model has an embedding. Otherwise they are floats whose features or channels match the
     first weight.
     """
-    needed = get_required_arguments(model)
+    needed = get_required_forward_args(model)
     modules = list(model.modules())
     words = min((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     generator = torch.Generator().manual_seed(0)
@@ -109,18 +109,18 @@ def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
-def get_required_arguments(model: nn.Module) -> list[str]:
+def get_required_forward_args(model: nn.Module) -> list[str]:
     """Return the names of a model's `forward` arguments that have no default value."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in arguments if p.default is p.empty and p.kind in named]
 
 
-def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
+def find_unknown_forward_args(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the required and the optional `forward` arguments for which no example input can be generated."""
-    known = {name for name, _ in generate_known_inputs(model)}
+    known = {name for name, _ in iter_known_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
-    needed = [name for name in get_required_arguments(model) if name in others]
+    needed = [name for name in get_required_forward_args(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
     return needed, [name for name in tensors if name not in needed]
 
@@ -141,55 +141,55 @@ def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> I
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def generate_known_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_known_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
-    vocab = _find_config_field(config, "vocab_size", "text_config", "decoder", "encoder") or _get_vocab_size(model)
+    vocab = _get_config_field(config, "vocab_size", "text_config", "decoder", "encoder") or _get_vocab_size(model)
 
     fields = vars(config) if hasattr(config, "__dict__") else {}
     special = [x for n, x in fields.items() if n.endswith(("_token_id", "_token_index"))]  # such as image tokens
 
-    def tokens(length: int) -> Tensor:
+    def sample_token_ids(sequence_length: int) -> Tensor:
         words = [word for word in range(5, max(6, (vocab or 0) - 8)) if word not in special] or [5]
-        return torch.tensor(words)[torch.randint(len(words), (BATCH, length), generator=generator)]
+        return torch.tensor(words)[torch.randint(len(words), (BATCH, sequence_length), generator=generator)]
 
     if "input_ids" in names and vocab:
-        yield "input_ids", tokens(LENGTH)
+        yield "input_ids", sample_token_ids(LENGTH)
         if "attention_mask" in names:
             mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
             mask[1, -2:] = 0
             yield "attention_mask", mask
-    side = _find_config_field(config, "image_size", "vision_config") or SIDE
-    channels = _find_config_field(config, "num_channels", "vision_config") or 3
-    if "spatial_shapes" in names and (patch := _find_config_field(config, "patch_size", "vision_config")):
+    side = _get_config_field(config, "image_size", "vision_config") or SIDE
+    channels = _get_config_field(config, "num_channels", "vision_config") or 3
+    if "spatial_shapes" in names and (patch := _get_config_field(config, "patch_size", "vision_config")):
         yield "spatial_shapes", torch.tensor([[3, 3], [3, 3]])
         yield "pixel_attention_mask", torch.ones(BATCH, LENGTH, dtype=torch.int64)
         yield "pixel_values", torch.randn(BATCH, LENGTH, channels * patch**2, generator=generator)
     elif "pixel_values" in names:
         height, width = (side, side) if isinstance(side, int) else side
         yield "pixel_values", torch.randn(BATCH, channels, height, width, generator=generator)
-    bins = _find_config_field(config, "num_mel_bins", "audio_config", "encoder_config") or _find_config_field(
+    bins = _get_config_field(config, "num_mel_bins", "audio_config", "encoder_config") or _get_config_field(
         config, "feature_size"
     )
     if "input_features" in names and bins:
-        positions = _find_config_field(config, "max_source_positions", "audio_config")
-        frames = 2 * positions if positions else LENGTH * (_find_config_field(config, "audio_length_per_tok") or 2)
+        positions = _get_config_field(config, "max_source_positions", "audio_config")
+        frames = 2 * positions if positions else LENGTH * (_get_config_field(config, "audio_length_per_tok") or 2)
         yield "input_features", torch.randn(BATCH, bins, frames, generator=generator)
-    elif "input_features" in names and (bins := _find_config_field(config, "feature_projection_input_dim")):
+    elif "input_features" in names and (bins := _get_config_field(config, "feature_projection_input_dim")):
         yield "input_features", torch.randn(BATCH, LENGTH, bins, generator=generator)
     if "input_values" in names:
         shape = (BATCH, config.max_length, bins) if bins and hasattr(config, "max_length") else (BATCH, AUDIO_SAMPLES)
         yield "input_values", torch.randn(*shape, generator=generator)
     if "decoder_input_ids" in names and vocab:
-        yield "decoder_input_ids", tokens(TARGET_LENGTH)
+        yield "decoder_input_ids", sample_token_ids(TARGET_LENGTH)
     for name in names:  # inputs of a submodel, such as qformer_input_ids
         part = getattr(config, f"{name.removesuffix('_input_ids')}_config", None)
         if (
             name.endswith("_input_ids")
             and name != "decoder_input_ids"
-            and (words := _find_config_field(part, "vocab_size"))
+            and (words := _get_config_field(part, "vocab_size"))
         ):
             yield name, torch.randint(min(5, words - 1), words, (BATCH, LENGTH), generator=generator)
 
@@ -199,9 +199,10 @@ def _get_vocab_size(model: nn.Module) -> int:
     return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
 
-def _find_config_field(config: Any, name: str, *sub_configs: str) -> Any:
+def _get_config_field(config: Any, field_name: str, *sub_config_names: str) -> Any:
     found = (
-        getattr(c, name, None) for c in (config, *(getattr(config, sub_config, None) for sub_config in sub_configs))
+        getattr(c, field_name, None)
+        for c in (config, *(getattr(config, sub_config, None) for sub_config in sub_config_names))
     )
     return next((value for value in found if isinstance(value, int | list | tuple)), None)
 
@@ -215,11 +216,11 @@ def make_forward_fn(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
-    def run(m: nn.Module) -> Any:
-        with temporarily_set_seed(seed):
+    def run_forward(m: nn.Module) -> Any:
+        with fork_rng_with_seed(seed):
             return m(**cast, **extra)
 
-    return run
+    return run_forward
 
 
 # B batch, S sequence, C channels, P patches of all images, D numbers in a patch
@@ -244,8 +245,8 @@ def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor
     ]
     for chosen in product(*filter(None, known)):
         if chosen:
-            places = {modality: (_get_media_token(config, modality), counts) for modality, _, counts in chosen}
-            out = _insert_tokens_into_texts(text, places)
+            places = {modality: (_get_media_token_id(config, modality), counts) for modality, _, counts in chosen}
+            out = _insert_media_placeholders(text, places)
             if "attention_mask" in inputs:
                 mask_BS = inputs["attention_mask"]
                 added = out["input_ids"].shape[1] - text.shape[1]
@@ -256,19 +257,21 @@ def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor
             yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
 
 
-def find_media_inputs(model: nn.Module) -> list[str]:
+def get_media_argument_names(model: nn.Module) -> list[str]:
     """Return the names of a model's `forward` arguments that are images or audio."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 
 
-def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+def get_image_feature_dim(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Return the width of a model's image features, or 0 if it equals the width of the text embeddings."""
     features = _find_model_method(model, "get_image_features")
-    if features is None or _get_media_token(getattr(model, "config", None), "image") is None:
+    if features is None or _get_media_token_id(getattr(model, "config", None), "image") is None:
         return 0
     for layout in _iter_media_inputs("image", model, inputs):
-        if parts := _compute_media_features(model, features, {**_select_required_inputs(features, inputs), **layout}):
+        if parts := _compute_media_features(
+            model, features, {**_select_required_feature_inputs(features, inputs), **layout}
+        ):
             return 0 if parts[0].shape[-1] == get_text_embedding_dim(model) else parts[0].shape[-1]
     return 0
 
@@ -278,9 +281,11 @@ def _iter_accepted_media_inputs(
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
     """Yield each image or audio format that a model accepts, and the number of placeholder tokens per sample."""
     features = _find_model_method(model, f"get_{modality}_features")
-    if features is not None and _get_media_token(getattr(model, "config", None), modality) is not None:
+    if features is not None and _get_media_token_id(getattr(model, "config", None), modality) is not None:
         for layout in _iter_media_inputs(modality, model, inputs):
-            parts = _compute_media_features(model, features, {**_select_required_inputs(features, inputs), **layout})
+            parts = _compute_media_features(
+                model, features, {**_select_required_feature_inputs(features, inputs), **layout}
+            )
             # a later projection may change the width to that of the text
             widths = dict.fromkeys([get_text_embedding_dim(model), *(x.shape[-1] for x in parts[:1])])
             for counts in dict.fromkeys(tuple(_count_features_per_sample(parts, layout, width)) for width in widths):
@@ -288,7 +293,7 @@ def _iter_accepted_media_inputs(
                     yield layout, list(counts)
 
 
-def _get_media_token(config: Any, modality: str) -> int | None:
+def _get_media_token_id(config: Any, modality: str) -> int | None:
     ids = get_special_token_ids(config)
     return next((ids[name] for name in ids if name.startswith(f"{modality}_token")), None)
 
@@ -297,12 +302,18 @@ _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
-def _insert_tokens_into_texts(text_BS: Tensor, media_tokens: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
+def _insert_media_placeholders(
+    text_ids_BS: Tensor, token_counts_by_modality: Mapping[str, tuple[int | None, list[int]]]
+) -> MediaLayout:
     """Insert placeholder tokens for images or audio into texts, and return the token ids and their modalities."""
-    longest = max(sum(counts[row] for _, counts in media_tokens.values()) for row in range(len(text_BS)))
+    longest = max(
+        sum(counts[row] for _, counts in token_counts_by_modality.values()) for row in range(len(text_ids_BS))
+    )
     rows, token_types = [], []
-    for row, words in enumerate(text_BS):
-        put = [(token, MODALITIES[modality], counts[row]) for modality, (token, counts) in media_tokens.items()]
+    for row, words in enumerate(text_ids_BS):
+        put = [
+            (token, MODALITIES[modality], counts[row]) for modality, (token, counts) in token_counts_by_modality.items()
+        ]
         missing = longest - sum(count for _, _, count in put)
         ids = [*words[:LEADING_TOKENS], *(token for token, _, count in put for _ in range(count))]
         of = [0] * LEADING_TOKENS + [modality for _, modality, count in put for _ in range(count)]
@@ -333,8 +344,8 @@ def _iter_audio_inputs(inputs: Mapping[str, Tensor], argument_names: set[str]) -
 def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
     vision = getattr(config, "vision_config", config)
     patch, merge = (
-        _find_integer_config_field(vision, "patch_size"),
-        _find_integer_config_field(vision, "spatial_merge_size", "merge_size") or 2,
+        _get_int_config_field(vision, "patch_size"),
+        _get_int_config_field(vision, "spatial_merge_size", "merge_size") or 2,
     )
     pixels = inputs.get("pixel_values")
     generator = torch.Generator().manual_seed(0)
@@ -342,15 +353,15 @@ def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names
     if "image_grid_thw" in argument_names and patch:
         grids = torch.tensor([[1, 2 * merge, (2 + 2 * (i % 2)) * merge] for i in range(samples)])
         patches = int(grids.prod(-1).sum())
-        channels = _find_integer_config_field(vision, "in_channels", "num_channels", "in_chans") or 3
+        channels = _get_int_config_field(vision, "in_channels", "num_channels", "in_chans") or 3
         for shape in (
-            (channels * (_find_integer_config_field(vision, "temporal_patch_size") or 1) * patch**2,),
+            (channels * (_get_int_config_field(vision, "temporal_patch_size") or 1) * patch**2,),
             (channels, patch, patch),
         ):
             flat = torch.randn(patches, *shape, generator=generator)
             yield {"pixel_values": flat, "image_grid_thw": grids}
     if "image_position_ids" in argument_names and patch:
-        side = 2 * (_find_integer_config_field(vision, "pooling_kernel_size") or 1)
+        side = 2 * (_get_int_config_field(vision, "pooling_kernel_size") or 1)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(samples, side**2, 2)
         values = torch.rand(samples, side**2, 3 * patch**2, generator=generator)
         yield {"pixel_values": values, "image_position_ids": places}
@@ -369,14 +380,14 @@ def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names
 
 
 def _compute_media_features(
-    model: nn.Module, compute_features: Callable[..., Any], media_inputs: MediaLayout
+    model: nn.Module, feature_fn: Callable[..., Any], media_inputs: MediaLayout
 ) -> list[Tensor]:
     """Return the features that a model computes from images or audio, or an empty list if it rejects their format."""
-    dtype, known = next(model.parameters()).dtype, inspect.signature(compute_features).parameters
+    dtype, known = next(model.parameters()).dtype, inspect.signature(feature_fn).parameters
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in media_inputs.items()}
     try:
         with torch.no_grad():
-            output = compute_features(**{name: x for name, x in cast.items() if name in known})
+            output = feature_fn(**{name: x for name, x in cast.items() if name in known})
     except Exception:  # a layout for another model
         return []
     pooled = getattr(output, "pooler_output", None)
@@ -384,23 +395,23 @@ def _compute_media_features(
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
 
 
-def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
-    """Select the inputs that ``compute_features`` requires in addition to images or audio, such as a question."""
-    required = [p.name for p in inspect.signature(compute_features).parameters.values() if p.default is p.empty]
+def _select_required_feature_inputs(feature_fn: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
+    """Select the inputs that ``feature_fn`` requires in addition to images or audio, such as a question."""
+    required = [p.name for p in inspect.signature(feature_fn).parameters.values() if p.default is p.empty]
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
 
-def _count_features_per_sample(features: Sequence[Tensor], media_inputs: MediaLayout, width: int) -> list[int]:
-    """Count the image or audio features of each sample. Returns an empty list if the sizes do not match ``width``."""
+def _count_features_per_sample(features: Sequence[Tensor], media_inputs: MediaLayout, feature_dim: int) -> list[int]:
+    """Count the image or audio features of each sample. Returns an empty list if no size matches ``feature_dim``."""
     # patches of all images are concatenated
     units = tolist_or_ones(media_inputs["image_grid_thw"].prod(-1)) if "image_grid_thw" in media_inputs else []
     samples = len(units) or len(next(iter(media_inputs.values())))
     if len(features) == 1 and units:
-        share, remaining = divmod(sum(units) * width, features[0].numel())
+        share, remaining = divmod(sum(units) * feature_dim, features[0].numel())
         return [] if remaining or not share else [n // share for n in units]
     if len(features) == 1:
-        return [features[0].numel() // width // samples] * samples
-    counts = [x.numel() // width for x in features]
+        return [features[0].numel() // feature_dim // samples] * samples
+    counts = [x.numel() // feature_dim for x in features]
     return counts if len(counts) == samples and all(counts) else []
 
 
@@ -410,11 +421,11 @@ def get_text_embedding_dim(model: nn.Module) -> int:
     return int(table.weight.shape[-1])
 
 
-def _find_model_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
+def _find_model_method(model: nn.Module, method_name: str) -> Callable[..., Any] | None:
     owners = (model, getattr(model, "model", None), getattr(model, "base_model", None))
-    return next((method for m in owners if callable(method := getattr(m, name, None))), None)
+    return next((method for m in owners if callable(method := getattr(m, method_name, None))), None)
 
 
-def _find_integer_config_field(config: Any, *names: str) -> int:
-    found = (getattr(config, name, None) for name in names)
+def _get_int_config_field(config: Any, *field_names: str) -> int:
+    found = (getattr(config, name, None) for name in field_names)
     return next((x for x in found if type(x) is int), 0)

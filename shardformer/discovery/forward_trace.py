@@ -21,7 +21,7 @@ from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.module_paths import is_linear, match_paths
-from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
 
 MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
@@ -35,9 +35,9 @@ class LinearGroup:
     row: str  # path of the linear layer that is fed
     columns: list[str]  # paths of the linear layers that feed it, in call order
     entry: str = ""  # path of the module around the first columns, or of a single column
-    enters: bool = True  # whether the columns read the first tensor argument of that module
+    reads_entry_input: bool = True  # whether the columns read the first tensor argument of that module
     other_columns: list[str] = field(default_factory=list)  # columns with a different input, as in cross-attention
-    attends: bool = False  # whether the outputs are combined as queries and keys
+    is_attention: bool = False  # whether the outputs are combined as queries and keys
     head_dim: int = 0  # features of a head, from the last dim of the first operand, or 0 without attention
 
 
@@ -47,10 +47,12 @@ class ForwardTrace:
 
     groups: list[LinearGroup] = field(default_factory=list)  # groups of linear layers, in call order of their rows
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # tensor arguments of a module's first call
-    read: dict[str, list[Tensor]] = field(default_factory=dict)  # inputs of a linear layer, one for each call
+    linear_inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # inputs of a linear layer, one for each call
     outputs: dict[str, Tensor] = field(default_factory=dict)  # first tensor of a module's output
-    numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # integer attributes of a module that were read
-    normed: dict[str, frozenset[str]] = field(default_factory=dict)  # columns whose output a norm normalized
+    accessed_int_attributes: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # integer attributes of a module that were read
+    columns_by_norm: dict[str, frozenset[str]] = field(default_factory=dict)  # columns whose output a norm normalized
     projections: list[frozenset[str]] = field(default_factory=list)  # linear layers combined as queries and keys
 
 
@@ -58,7 +60,7 @@ TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and
 
 
 def trace_forward(
-    model: nn.Module, run: Callable[[nn.Module], Any], replicated_paths: Iterable[str] = ()
+    model: nn.Module, forward_fn: Callable[[nn.Module], Any], replicated_paths: Iterable[str] = ()
 ) -> ForwardTrace:
     """Run one forward pass without gradients, and record how the linear layers of a model are connected.
 
@@ -69,13 +71,15 @@ def trace_forward(
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
-                module.register_forward_pre_hook(observer.make_input_hook(path, module), with_kwargs=True),
-                module.register_forward_hook(observer.make_output_hook(path)),
+                module.register_forward_pre_hook(observer.make_forward_pre_hook(path, module), with_kwargs=True),
+                module.register_forward_hook(observer.make_forward_hook(path)),
             ):
                 stack.callback(hook.remove)
-            stack.callback(_record_integer_reads(module, observer.trace.numbers.setdefault(path, {})))
+            stack.callback(
+                _record_int_attribute_reads(module, observer.trace.accessed_int_attributes.setdefault(path, {}))
+            )
         with TRACE_LOCK, torch.no_grad(), observer.marks, observer.last:
-            run(model)
+            forward_fn(model)
     return observer.build_trace()
 
 
@@ -85,20 +89,20 @@ def find_layer_paths(model: nn.Module, layer_list_path: str) -> list[str]:
 
 
 def count_layer_outputs(
-    model: nn.Module, run: Callable[[nn.Module], Any], stack_paths: Iterable[str]
+    model: nn.Module, forward_fn: Callable[[nn.Module], Any], layer_list_paths: Iterable[str]
 ) -> dict[str, int]:
     """Return the length of the tuple that the layers in each list return, or 0 if they return a single tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
-        for layers in stack_paths:
+        for layers in layer_list_paths:
             counts[layers] = 0
 
-            def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
-                counts[layers] = len(out) if isinstance(out, tuple | list) else 0
+            def record_num_outputs(_: nn.Module, __: Any, output: Any, layer_list_path: str = layers) -> None:
+                counts[layer_list_path] = len(output) if isinstance(output, tuple | list) else 0
 
             for path in find_layer_paths(model, layers):
-                stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
-        run(model)
+                stack.callback(model.get_submodule(path).register_forward_hook(record_num_outputs).remove)
+        forward_fn(model)
     return counts
 
 
@@ -111,12 +115,12 @@ class _TensorOriginTracker(TorchDispatchMode):
         self._tensors: list[Tensor] = []  # prevents reuse of ids
         self.merged: dict[frozenset[str], int] = {}
 
-    def get_origins(self, x: Any) -> frozenset[str]:
-        return self._marks.get(id(x), frozenset())
+    def get_origins(self, tensor: Any) -> frozenset[str]:
+        return self._marks.get(id(tensor), frozenset())
 
-    def set_origins(self, x: Tensor, origins: frozenset[str]) -> None:
-        self._marks[id(x)] = origins
-        self._tensors.append(x)
+    def set_origins(self, tensor: Tensor, origins: frozenset[str]) -> None:
+        self._marks[id(tensor)] = origins
+        self._tensors.append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,59 +143,59 @@ class _TensorOriginTracker(TorchDispatchMode):
 class _ForwardTracer:
     """Forward hooks that record how the linear layers of a model are connected."""
 
-    def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, replicated_paths: frozenset[str]) -> None:
         self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()
-        self._replicated = replicated
+        self._replicated = replicated_paths
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
         self._feeding: dict[str, frozenset[str]] = {}
         self._groups: dict[str, LinearGroup] = {}
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def make_input_hook(self, path: str, original_module: nn.Module) -> Callable[..., None]:
+    def make_forward_pre_hook(self, module_path: str, original_module: nn.Module) -> Callable[..., None]:
         names = list(inspect.signature(original_module.forward).parameters)
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def forward_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             every = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
-            self.trace.inputs.setdefault(path, tensors)
+            self.trace.inputs.setdefault(module_path, tensors)
             if tensors and "norm" in type(module).__name__.lower() and not module._modules:
-                self.trace.normed.setdefault(path, self.marks.get_origins(next(iter(tensors.values()))))
-            if path in self._linears and tensors:
+                self.trace.columns_by_norm.setdefault(module_path, self.marks.get_origins(next(iter(tensors.values()))))
+            if module_path in self._linears and tensors:
                 x = next(iter(tensors.values()))
-                self.trace.read.setdefault(path, []).append(x)
-                self._feeding[path] = self.marks.get_origins(x)
+                self.trace.linear_inputs.setdefault(module_path, []).append(x)
+                self._feeding[module_path] = self.marks.get_origins(x)
 
-        return hook
+        return forward_pre_hook
 
-    def make_output_hook(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            first = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
+    def make_forward_hook(self, module_path: str) -> Callable[..., None]:
+        def forward_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            first = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
             if first is None:
                 return
-            self.trace.outputs[path] = first
-            if path in self._linears:
-                self.last.set_origins(first, frozenset({path}))
-            if path in self._linears and path in self._feeding:
-                self._update_tensor_origins(path, first)
+            self.trace.outputs[module_path] = first
+            if module_path in self._linears:
+                self.last.set_origins(first, frozenset({module_path}))
+            if module_path in self._linears and module_path in self._feeding:
+                self._update_tensor_origins(module_path, first)
 
-        return hook
+        return forward_hook
 
-    def _update_tensor_origins(self, path: str, out: Tensor) -> None:
-        feeding = self._feeding.pop(path)
-        if path in self._replicated:
-            self.marks.set_origins(out, feeding)
+    def _update_tensor_origins(self, linear_path: str, linear_output: Tensor) -> None:
+        feeding = self._feeding.pop(linear_path)
+        if linear_path in self._replicated:
+            self.marks.set_origins(linear_output, feeding)
         elif feeding:
-            self.marks.set_origins(out, frozenset())
-            group = self._groups.setdefault(path, LinearGroup(path, []))
+            self.marks.set_origins(linear_output, frozenset())
+            group = self._groups.setdefault(linear_path, LinearGroup(linear_path, []))
             group.columns += [c for c in self._order if c in feeding and c not in group.columns]
             size = next((size for merged, size in self.marks.merged.items() if merged <= feeding), None)
-            group.attends |= size is not None
+            group.is_attention |= size is not None
             group.head_dim = group.head_dim or size or 0
         else:
-            self.marks.set_origins(out, frozenset({path}))
-            if path not in self._order:
-                self._order.append(path)
+            self.marks.set_origins(linear_output, frozenset({linear_path}))
+            if linear_path not in self._order:
+                self._order.append(linear_path)
 
     def build_trace(self) -> ForwardTrace:
         for group in self._groups.values():
@@ -202,36 +206,44 @@ class _ForwardTracer:
 
     def _find_entry_module(self, group: LinearGroup) -> None:
         """Find the module that passes its own input to the linear layers that may be column-parallel."""
-        first = {c: self.trace.read[c][0] for c in group.columns}
+        first = {c: self.trace.linear_inputs[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
-        path = find_common_parent(same_input) if len(same_input) > 1 else self._parents[same_input[0]]
+        path = find_common_parent_path(same_input) if len(same_input) > 1 else self._parents[same_input[0]]
         module_input = self._get_first_input(path)
-        group.enters = source is module_input or (group.attends and _shares_memory(source, module_input))
-        group.entry = path if group.enters or len(same_input) > 1 else same_input[0]
-        group.enters = group.enters or len(same_input) == 1
-        if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
-            inner, outer = find_common_parent(group.columns), find_common_parent([*group.columns, group.row])
+        group.reads_entry_input = source is module_input or (group.is_attention and _is_view_of(source, module_input))
+        group.entry = path if group.reads_entry_input or len(same_input) > 1 else same_input[0]
+        group.reads_entry_input = group.reads_entry_input or len(same_input) == 1
+        if (
+            group.is_attention
+            and (group.entry in group.columns or not group.reads_entry_input)
+            and len(group.columns) > 1
+        ):
+            inner, outer = find_common_parent_path(group.columns), find_common_parent_path([*group.columns, group.row])
             module_input = self._get_first_input(outer)
-            other_columns = [c for c, x in first.items() if not _shares_memory(x, module_input)]
+            other_columns = [c for c, x in first.items() if not _is_view_of(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
                 group.entry = inner if self._get_first_input(inner) is module_input else outer
-                group.other_columns, group.enters = other_columns, True
+                group.other_columns, group.reads_entry_input = other_columns, True
 
-    def _get_first_input(self, path: str) -> Tensor | None:
+    def _get_first_input(self, module_path: str) -> Tensor | None:
         """Return the first tensor argument of a module's first call, or None if it received no tensor."""
-        return next(iter(self.trace.inputs.get(path, {}).values()), None)
+        return next(iter(self.trace.inputs.get(module_path, {}).values()), None)
 
 
-def _shares_memory(x: Tensor, module_input: Tensor | None) -> bool:
-    """Return whether ``x`` is ``module_input``, or a view of all its elements."""
-    return module_input is not None and x.data_ptr() == module_input.data_ptr() and x.numel() == module_input.numel()
+def _is_view_of(tensor: Tensor, module_input: Tensor | None) -> bool:
+    """Return whether ``tensor`` is ``module_input``, or a view of all its elements."""
+    return (
+        module_input is not None
+        and tensor.data_ptr() == module_input.data_ptr()
+        and tensor.numel() == module_input.numel()
+    )
 
 
-def find_common_parent(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all modules whose paths are in ``paths``."""
-    split = [path.split(".")[:-1] for path in paths]
+def find_common_parent_path(module_paths: Sequence[str]) -> str:
+    """Return the path of the innermost module that contains all modules whose paths are in ``module_paths``."""
+    split = [path.split(".")[:-1] for path in module_paths]
     shared = []
     for parts in zip(*split, strict=False):
         if len(set(parts)) > 1:
@@ -240,24 +252,26 @@ def find_common_parent(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Callable[[], None]:
+def _record_int_attribute_reads(module: nn.Module, accessed_values: dict[str, int]) -> Callable[[], None]:
     """Record which integer attributes of a module are read, until the returned function is called."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
     }
 
-    def read(self: nn.Module, name: str) -> Any:
-        if name in numbers:
-            read_values[name] = numbers[name]
-        return native.__getattribute__(self, name)
+    def read_attribute(self: nn.Module, attr_name: str) -> Any:
+        if attr_name in numbers:
+            accessed_values[attr_name] = numbers[attr_name]
+        return native.__getattribute__(self, attr_name)
 
-    module.__class__ = type(native.__name__, (native,), {"__getattribute__": read, "__module__": native.__module__})
+    module.__class__ = type(
+        native.__name__, (native,), {"__getattribute__": read_attribute, "__module__": native.__module__}
+    )
 
-    def stop() -> None:
+    def restore_class() -> None:
         module.__class__ = native
 
-    return stop
+    return restore_class
 
 
 TOKEN_ROUNDING = 1e-5
@@ -276,7 +290,7 @@ class ModuleCall:
     def hidden_states(self) -> Tensor | None:
         """The hidden states that were passed to the module, or None if no argument is a tensor."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
-        return get_first_tensor(self.args, self.kwargs) if tensors else None
+        return get_first_tensor_arg(self.args, self.kwargs) if tensors else None
 
     @property
     def first_output(self) -> Tensor | None:
@@ -285,7 +299,7 @@ class ModuleCall:
         return first if isinstance(first, Tensor) else None
 
 
-class StackCallRecord:
+class LayerListTrace:
     """Runs one forward pass, and records the first call of each module in a list of layers.
 
     Args:
@@ -295,78 +309,80 @@ class StackCallRecord:
         shape: the batch size and sequence length of the hidden states.
     """
 
-    def __init__(self, reference: ReferenceGradients, layers: str) -> None:
-        self.layers, self._model = layers, reference.model
-        self.paths = find_layer_paths(self._model, layers)
+    def __init__(self, reference: ReferenceGradients, layer_list_path: str) -> None:
+        self.layers, self._model = layer_list_path, reference.model
+        self.paths = find_layer_paths(self._model, layer_list_path)
         self._calls: dict[str, ModuleCall] = {}
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:
                 for path, module in self._model.get_submodule(outer).named_modules(prefix=outer):
 
-                    def note(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
-                        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
+                    def record_call(_: nn.Module, args: Any, kwargs: Any, output: Any, module_path: str = path) -> None:
+                        self._calls.setdefault(module_path, ModuleCall(args, kwargs, output))
 
-                    stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-            reference.run(self._model)
+                    stack.callback(module.register_forward_hook(record_call, with_kwargs=True).remove)
+            reference.forward_fn(self._model)
         first = next((self._calls[path].hidden_states for path in self.paths if path in self._calls), None)
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
-    def has_token_dim(self, x: Tensor | None) -> bool:
+    def has_token_dim(self, tensor: Tensor | None) -> bool:
         """Return whether a tensor contains a vector for each token, with shape (B, S, H, ...) or (B*S, H)."""
         samples, length = self.shape
-        return x is not None and (
-            (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
+        return tensor is not None and (
+            (tensor.dim() > 2 and tuple(tensor.shape[:2]) == self.shape)
+            or (tensor.dim() == 2 and tensor.shape[0] == samples * length)
         )
 
-    def receives_all_tokens(self, path: str) -> bool:
+    def has_all_input_tokens(self, module_path: str) -> bool:
         """Return whether a module received hidden states that contain all tokens, or was not called."""
-        return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
+        return module_path not in self._calls or self.has_token_dim(self._calls[module_path].hidden_states)
 
-    def receives_one_number_per_token(self, path: str) -> bool:
+    def has_per_token_scalar_input(self, module_path: str) -> bool:
         """Return whether a module received a tensor of shape (batch, sequence) in addition to its hidden states."""
         return any(
-            isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._get_named_arguments(path).values()
+            isinstance(x, Tensor) and tuple(x.shape) == self.shape
+            for x in self._get_named_arguments(module_path).values()
         )
 
-    def find_enclosing_modules(self, path: str) -> dict[str, str]:
+    def get_enclosing_module_paths(self, module_path: str) -> dict[str, str]:
         """Return the full paths of a module and of its parents inside the layer, by path relative to the layer."""
-        outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
-        parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
+        outer = next((outer for outer in self.paths if module_path.startswith(f"{outer}.")), None)
+        parts = module_path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
-    def preserves_token_dim(self, path: str) -> bool:
+    def is_token_dim_preserved(self, module_path: str) -> bool:
         """Return whether a module received and returned hidden states with a vector for each token."""
-        if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
+        if (call := self._calls.get(module_path)) is None or (x := call.hidden_states) is None:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
-    def iter_callable_children(self) -> Iterator[tuple[str, str]]:
+    def iter_layer_children(self) -> Iterator[tuple[str, str]]:
         """Yield each child module that a layer may call, as (path of the layer, path within the layer)."""
         for outer in self.paths:
-            for name, _ in _iter_called_children(self._model.get_submodule(outer)):
+            for name, _ in _iter_flattened_children(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_token_mixing_modules(self) -> Iterator[tuple[str, str]]:
         """Yield each module that may mix information between tokens, as (path of its layer, path within the layer)."""
         for outer in self.paths:
-            for name, child in _iter_called_children(self._model.get_submodule(outer)):
+            for name, child in _iter_flattened_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or get_norm_kind(child) is not None or is_elementwise(child)
                 if (
                     not is_token_wise
                     and next(child.parameters(), None) is not None
-                    and self._mixes_tokens(f"{outer}.{name}", child)
+                    and self._is_token_mixing(f"{outer}.{name}", child)
                 ):
                     yield outer, name
 
-    def _mixes_tokens(self, path: str, module: nn.Module) -> bool:
+    def _is_token_mixing(self, module_path: str, module: nn.Module) -> bool:
         """Return whether changing the first or last token of a module's input changes its output for other tokens."""
-        call = self._calls.get(path)
+        call = self._calls.get(module_path)
         if call is None:
             return True
         x, y = call.hidden_states, call.first_output
         if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
-            return self.receives_all_tokens(path)
+            return self.has_all_input_tokens(module_path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
             changed[:, token] += torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device).square()
@@ -383,7 +399,7 @@ class StackCallRecord:
                 return True
         return False
 
-    def find_per_token_args(self) -> Iterator[str]:
+    def iter_per_token_args(self) -> Iterator[str]:
         """Yield module arguments that contain a vector for each token, except the hidden states."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
@@ -391,19 +407,19 @@ class StackCallRecord:
                     if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.has_token_dim(x):
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
-    def _get_named_arguments(self, path: str) -> dict[str, Any]:
+    def _get_named_arguments(self, module_path: str) -> dict[str, Any]:
         """Return the arguments of a module's first call by name, without the hidden states."""
-        if (call := self._calls.get(path)) is None:
+        if (call := self._calls.get(module_path)) is None:
             return {}
-        names = inspect.signature(self._model.get_submodule(path).forward).parameters
+        names = inspect.signature(self._model.get_submodule(module_path).forward).parameters
         named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         return {name: x for name, x in named.items() if x is not call.hidden_states}
 
 
-def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _iter_flattened_children(module: nn.Module, path_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield each child of a module with its name, and the members of a module list instead of the list."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _iter_called_children(child, f"{prefix}{name}.")
+            yield from _iter_flattened_children(child, f"{path_prefix}{name}.")
         else:
-            yield f"{prefix}{name}", child
+            yield f"{path_prefix}{name}", child

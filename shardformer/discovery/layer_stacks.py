@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.forward_trace import StackCallRecord, count_layer_outputs
+from shardformer.discovery.forward_trace import LayerListTrace, count_layer_outputs
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import (
     ONE_LAYER,
@@ -57,7 +57,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
     calls = list(dict.fromkeys(_record_call_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    counts = count_layer_outputs(model, reference.run, in_order)
+    counts = count_layer_outputs(model, reference.forward_fn, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
     return [LayerStack(path, [], stages=PipelineHints(num_outputs=counts[path])) for path in in_order]
 
@@ -67,51 +67,51 @@ def _is_layer(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
+def find_pipeline_hints(reference: ReferenceGradients, policy_cls: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
     """Find the pipeline stages on which the modules outside the layers must run.
 
     Returns the stacks with these assignments as hints and None, or the unchanged stacks and why validation fails.
     """
-    return _PipelineHintSearch(reference, policy).find_hints(get_layer_stacks(policy))
+    return _PipelineHintSearch(reference, policy_cls).find_hints(get_layer_stacks(policy_cls))
 
 
 class _PipelineHintSearch:
     """Searches for an assignment of modules to pipeline stages that passes validation on a reduced model."""
 
-    def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
-        self._reference, self._policy, self._model = reference, policy, reference.model
+    def __init__(self, reference: ReferenceGradients, policy_cls: type[RolePolicy]) -> None:
+        self._reference, self._policy, self._model = reference, policy_cls, reference.model
         self._last_reference = (reference, *reference.further_batches)[-1]  # the forward pass that calls most modules
-        self._base = instantiate_policy(policy, reference.model).base
+        self._base = instantiate_policy(policy_cls, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
         """Return layer stacks with validated stage assignments, or unchanged stacks and the reason for the failure."""
-        if (missing := self._find_uncalled_layer(stacks)) is not None:
+        if (missing := self._get_uncalled_layer_path(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
-        failure = self._find_validation_failure(stacks)
+        failure = self._validate_stages(stacks)
         if failure is None or failure == ONE_LAYER:
             return stacks, failure
         for candidate in self._iter_stacks_with_hints(stacks):
-            if self._find_validation_failure(candidate) is None:
-                return self._remove_unneeded_hints(candidate), None
+            if self._validate_stages(candidate) is None:
+                return self._remove_unneeded_stage_modules(candidate), None
         return stacks, failure
 
-    def _find_validation_failure(self, stacks: LayerStacks) -> str | None:
+    def _validate_stages(self, stacks: LayerStacks) -> str | None:
         return validate_pipeline_stages(self._reference, self._policy, stacks)
 
     def _build_layer_sequence(self, stacks: LayerStacks) -> LayerSequence:
         return build_layer_sequence(self._model, self._policy, stacks)
 
-    def _get_relative_path(self, path: str) -> str:
-        return path.removeprefix(f"{self._base}.") if self._base else path
+    def _strip_base_prefix(self, module_path: str) -> str:
+        return module_path.removeprefix(f"{self._base}.") if self._base else module_path
 
-    def _find_uncalled_layer(self, stacks: LayerStacks) -> str | None:
+    def _get_uncalled_layer_path(self, stacks: LayerStacks) -> str | None:
         units = self._build_layer_sequence(stacks).layer_calls
         calls = _record_call_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
     def _iter_stacks_with_hints(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
         """Yield possible assignments of modules to pipeline stages, starting with the simplest."""
-        placed = self._place_modules_by_call_order(stacks)
+        placed = self._assign_stages_by_call_order(stacks)
         from_first = self._share_first_layer_embeddings(placed)
         ways = [
             placed,
@@ -123,56 +123,60 @@ class _PipelineHintSearch:
         yield from ways
         for way in ways:
             for with_lists in (False, True) if self._reference.further_batches else (False,):
-                if everywhere := self._find_modules_before_layers(
+                if everywhere := self._find_paths_before_layers(
                     self._build_layer_sequence(way), include_module_lists=with_lists
                 ):
-                    yield [_copy_stack_with_hints(stack, on_every_stage=everywhere) for stack in way]
+                    yield [_replace_pipeline_hints(stack, on_every_stage=everywhere) for stack in way]
 
-    def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
+    def _remove_unneeded_stage_modules(self, stacks: LayerStacks) -> LayerStacks:
         """Remove from ``on_every_stage`` each module that is not needed to pass validation."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
-            fewer = [_copy_stack_with_hints(stack, on_every_stage=paths) for stack in kept]
-            if self._find_validation_failure(fewer) is None:
+            fewer = [_replace_pipeline_hints(stack, on_every_stage=paths) for stack in kept]
+            if self._validate_stages(fewer) is None:
                 kept = fewer
         return kept
 
-    def _find_modules_outside_layers(self, sequence: LayerSequence) -> list[str]:
+    def _find_paths_outside_layers(self, layer_sequence: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
-        return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in sequence.layer_calls)]
+        return [
+            path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in layer_sequence.layer_calls)
+        ]
 
-    def _find_modules_before_layers(self, sequence: LayerSequence, *, include_module_lists: bool) -> tuple[str, ...]:
+    def _find_paths_before_layers(
+        self, layer_sequence: LayerSequence, *, include_module_lists: bool
+    ) -> tuple[str, ...]:
         """Return the paths of modules that run on the first layer's stage but are not part of a layer."""
-        owners = map_tensors_to_layers(self._model, sequence)
+        owners = map_tensors_to_layers(self._model, layer_sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
-        paths = [path for path in self._find_modules_outside_layers(sequence) if path in first]
+        paths = [path for path in self._find_paths_outside_layers(layer_sequence) if path in first]
         paths = [path for path in paths if include_module_lists or not re.search(r"\.\d", path)]
-        return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
+        return tuple(dict.fromkeys(self._strip_base_prefix(re.split(r"\.\d", path)[0]) for path in paths))
 
-    def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
+    def _assign_stages_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
         """Assign modules to stages in the order of their calls if they were registered in another order."""
         chain = self._build_layer_sequence(stacks)
-        owners, outside = map_tensors_to_layers(self._model, chain), self._find_modules_outside_layers(chain)
+        owners, outside = map_tensors_to_layers(self._model, chain), self._find_paths_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in outside):
-            at, own = calls.index(path), self._get_relative_path(path)
+            at, own = calls.index(path), self._strip_base_prefix(path)
             unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _copy_stack_with_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
+                out[0] = _replace_pipeline_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _copy_stack_with_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
+                out[-1] = _replace_pipeline_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # modules between two stacks run on the last stage of the first stack
                 if (
                     before[1] < at < after[0]
                     and out[i + 1].cross_states is None
-                    and unit != chain.stack_starts[i + 1] - 1
+                    and unit != chain.stack_start_indices[i + 1] - 1
                 ):
-                    out[i] = _copy_stack_with_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
+                    out[i] = _replace_pipeline_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
     def _share_first_layer_embeddings(self, stacks: LayerStacks) -> LayerStacks:
@@ -182,8 +186,8 @@ class _PipelineHintSearch:
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
             first, *others = self._model.get_submodule(path).children()
             if others:
-                out[i] = _copy_stack_with_hints(
-                    stack, shared_from_first=tuple(_find_embeddings_only_in_first_layer(first, others[0]))
+                out[i] = _replace_pipeline_hints(
+                    stack, shared_from_first=tuple(_iter_first_layer_embeddings(first, others[0]))
                 )
         return out
 
@@ -194,26 +198,26 @@ class _PipelineHintSearch:
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
             is_open = out[at].cross_states is None and "*" not in before + layers
             if is_open and (found := _find_cross_attention_input(self._reference, before, layers)):
-                out[at] = replace(out[at], cross_states=(self._get_relative_path(found[0]), found[1]))
+                out[at] = replace(out[at], cross_states=(self._strip_base_prefix(found[0]), found[1]))
         return out
 
 
-def _copy_stack_with_hints(stack: LayerStack, **hints: Any) -> LayerStack:
+def _replace_pipeline_hints(stack: LayerStack, **hints: Any) -> LayerStack:
     return replace(stack, stages=replace(stack.stages, **hints))
 
 
-def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
+def _record_call_order(reference: ReferenceGradients, module_paths: Iterable[str]) -> list[str]:
     """Run one forward pass and return the paths of the called modules, in call order."""
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
-        for path in paths:
+        for path in module_paths:
             module = reference.model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: calls.append(path)).remove)
-        reference.run(reference.model)
+        reference.forward_fn(reference.model)
     return calls
 
 
-def _find_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
+def _iter_first_layer_embeddings(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
     """Yield the paths of embeddings that only the first layer has, and of boolean attributes that mark this layer."""
     others = dict(second_layer.named_modules())
     for path, module in first_layer.named_modules():
@@ -226,25 +230,25 @@ def _find_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: n
 
 
 def _find_cross_attention_input(
-    reference: ReferenceGradients, previous_layers: str, layer_list_path: str
+    reference: ReferenceGradients, previous_layer_list_path: str, layer_list_path: str
 ) -> tuple[str, str] | None:
     """Find the module and the argument that pass the output of the encoder layers to the decoder layers."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
-    last = list(model.get_submodule(previous_layers).children())[-1]
+    last = list(model.get_submodule(previous_layer_list_path).children())[-1]
     enclosing_paths = [".".join(layer_list_path.split(".")[:i]) for i in range(1, layer_list_path.count(".") + 1)]
 
-    def make_hook(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def make_forward_pre_hook(module_path: str) -> Callable[..., None]:
+        def forward_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             names = inspect.signature(module.forward).parameters
             for name, value in [*list(zip(names, args, strict=False))[1:], *kwargs.items()]:
                 if not made or not isinstance(value, Tensor) or not value.requires_grad:
                     continue
                 if torch.autograd.grad(value.sum(), made[0], retain_graph=True, allow_unused=True)[0] is not None:
-                    found.append((path, name))
+                    found.append((module_path, name))
 
-        return hook
+        return forward_pre_hook
 
     with ExitStack() as stack:
         handle = last.register_forward_hook(
@@ -252,10 +256,10 @@ def _find_cross_attention_input(
         )
         stack.callback(handle.remove)
         for path in enclosing_paths:
-            if not f"{previous_layers}.".startswith(f"{path}."):
+            if not f"{previous_layer_list_path}.".startswith(f"{path}."):
                 module = model.get_submodule(path)
-                stack.callback(module.register_forward_pre_hook(make_hook(path), with_kwargs=True).remove)
-        reference.run(model)
+                stack.callback(module.register_forward_pre_hook(make_forward_pre_hook(path), with_kwargs=True).remove)
+        reference.forward_fn(model)
     return found[0] if found else None
 
 
@@ -293,7 +297,7 @@ class _SequenceHintCandidates:
 
 
 def find_sequence_hints(
-    reference: ReferenceGradients, policy: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
+    reference: ReferenceGradients, policy_cls: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
     """Find the modules that need special treatment under sequence parallelism.
 
@@ -302,12 +306,12 @@ def find_sequence_hints(
     Args:
         stack_paths: the path of each stack in the full model.
     """
-    stacks_of_policy = get_layer_stacks(policy)
-    first = _validate_sequence_parallelism(reference, policy, stacks_of_policy, num_ranks)
+    stacks_of_policy = get_layer_stacks(policy_cls)
+    first = _validate_sequence_parallelism(reference, policy_cls, stacks_of_policy, num_ranks)
     if first is None:
         return stacks_of_policy, None
-    blocks, tried = _find_block_descriptions(reference.model, policy), [stacks_of_policy]
-    found = [_find_sequence_hint_candidates(StackCallRecord(reference, path), blocks) for path in stack_paths]
+    blocks, tried = _get_block_descriptions(reference.model, policy_cls), [stacks_of_policy]
+    found = [_find_sequence_hint_candidates(LayerListTrace(reference, path), blocks) for path in stack_paths]
     for groups in HINT_CANDIDATES:
         stacks = [
             replace(stack, sequence=x.make_sequence_hints(groups))
@@ -315,47 +319,49 @@ def find_sequence_hints(
         ]
         if stacks not in tried:
             tried.append(stacks)
-            if _validate_sequence_parallelism(reference, policy, stacks, num_ranks) is None:
+            if _validate_sequence_parallelism(reference, policy_cls, stacks, num_ranks) is None:
                 return stacks, None
     return stacks_of_policy, first
 
 
 def _validate_sequence_parallelism(
-    reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, num_ranks: int
+    reference: ReferenceGradients, policy_cls: type[RolePolicy], stacks: LayerStacks, num_ranks: int
 ) -> str | None:
-    tried = type(policy.__name__, (policy,), {"stack": stacks})
+    tried = type(policy_cls.__name__, (policy_cls,), {"stack": stacks})
     return validate_policy(reference, tried, num_ranks, enable_sequence_parallelism=True)
 
 
-def _find_block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
-    found = policy()
+def _get_block_descriptions(model: nn.Module, policy_cls: type[RolePolicy]) -> list[BlockDescription]:
+    found = policy_cls()
     found.set_model(model)
     return [block for _, block in make_sharding_plan(model, found).blocks]
 
 
 def _find_sequence_hint_candidates(
-    call_record: StackCallRecord, blocks: Sequence[BlockDescription]
+    layer_list_trace: LayerListTrace, blocks: Sequence[BlockDescription]
 ) -> _SequenceHintCandidates:
     mixing, containers, attentions, without_tokens = [], [], [], []
-    for outer, name in call_record.find_token_mixing_modules():
+    for outer, name in layer_list_trace.find_token_mixing_modules():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
         elif all(block.arguments is None for block in inside):  # an attention module gathers its own inputs
             containers.append(name)
     for block in blocks:
-        above = call_record.find_enclosing_modules(block.entry)
-        fed = [name for name, path in above.items() if call_record.preserves_token_dim(path)]
+        above = layer_list_trace.get_enclosing_module_paths(block.entry)
+        fed = [name for name, path in above.items() if layer_list_trace.is_token_dim_preserved(path)]
         if block.arguments is not None:
-            exits = call_record.find_enclosing_modules(block.row)
+            exits = layer_list_trace.get_enclosing_module_paths(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not call_record.receives_all_tokens(block.entry):
+        elif above and not layer_list_trace.has_all_input_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:
-            containers += [name for name in fed if call_record.receives_one_number_per_token(above[name])]
+            containers += [name for name in fed if layer_list_trace.has_per_token_scalar_input(above[name])]
     return _SequenceHintCandidates(
-        *map(_remove_duplicates, (mixing, attentions, containers, without_tokens, call_record.find_per_token_args()))
+        *map(
+            _remove_duplicates, (mixing, attentions, containers, without_tokens, layer_list_trace.iter_per_token_args())
+        )
     )
 
 

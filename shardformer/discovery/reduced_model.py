@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
-from shardformer.discovery.config_fields import iter_integer_fields, replace_config_fields
+from shardformer.discovery.config_fields import iter_int_fields, replace_config_fields
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, iter_batches_with_labels, make_forward_fn
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
 from shardformer.errors import PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
 from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
-from shardformer.sharding.checks import runs_library_code
+from shardformer.sharding.checks import has_library_forward
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
 RELATIVE = 1e-4
@@ -43,7 +43,7 @@ class ReferenceGradients:
     """The loss and the gradients of an unsharded model for one batch, as a reference for sharded models."""
 
     model: nn.Module
-    run: Forward
+    forward_fn: Forward
     loss: float
     gradients: dict[str, Tensor | None]
     further_batches: tuple[
@@ -67,26 +67,28 @@ class ReferenceGradients:
         for p in moved.parameters():
             signs = torch.randint(0, 2, p.shape, generator=draws).to(p) * 2 - 1
             p.data = p.detach() * (1 + FP32_EPS * signs)  # not in place, because the values are shared
-        found = ReferenceGradients.from_model(moved, self.run).gradients
+        found = ReferenceGradients.from_model(moved, self.forward_fn).gradients
         both = {name: (g, found[name]) for name, g in self.gradients.items() if g is not None and g.numel()}
         measured = {n: OPERATIONS * (a - b).abs().max().item() for n, (a, b) in both.items() if b is not None}
         most = ROUNDING * FP32_EPS * max((a.abs().max().item() for a, _ in both.values()), default=0.0)
         return {name: min(x, most) for name, x in measured.items()}  # excludes a router that selects another expert
 
-    def is_within_tolerance(self, name: str, difference: float) -> bool:
-        """Return whether a difference in the gradient of the parameter ``name`` may be a rounding error."""
-        return difference <= self.gradient_tolerances[name] or difference <= self.fp32_tolerances.get(name, 0.0)
+    def is_within_tolerance(self, param_name: str, grad_difference: float) -> bool:
+        """Return whether a difference in the gradient of the parameter ``param_name`` may be a rounding error."""
+        return grad_difference <= self.gradient_tolerances[param_name] or grad_difference <= self.fp32_tolerances.get(
+            param_name, 0.0
+        )
 
     @staticmethod
-    def from_model(model: nn.Module, run: Forward) -> ReferenceGradients:
+    def from_model(model: nn.Module, forward_fn: Forward) -> ReferenceGradients:
         """Run a forward and a backward pass of ``model``, and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
-            loss = compute_probe_loss(run(model))
+            loss = compute_probe_loss(forward_fn(model))
             loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        return ReferenceGradients(model, run, loss.item(), gradients)
+        return ReferenceGradients(model, forward_fn, loss.item(), gradients)
 
     def check_finite(self) -> None:
         """Raise ValueError if the loss or a gradient is not finite, for example because a mask overflows."""
@@ -117,27 +119,30 @@ def copy_with_shared_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, own)
 
 
-def compute_probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
+def compute_probe_loss(model_output: Any, *, equal_sample_weights: bool = False) -> Tensor:
     """Compute a test loss that depends on all outputs of a model: the sum of their weighted mean squares.
 
     Args:
         equal_sample_weights: whether all samples have equal weights.
     """
-    floats = [x for x in tree_leaves(get_output_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    floats = [
+        x for x in tree_leaves(unwrap_model_output(model_output)) if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     return torch.stack([compute_weighted_mean_square(x, x.shape[equal_sample_weights:]).double() for x in floats]).sum()
 
 
-def compute_weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
+def compute_weighted_mean_square(tensor: Tensor, weight_shape: torch.Size) -> Tensor:
     """Return a mean square of a tensor, with different weights for the elements of its last dimensions."""
-    weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
-    return (x * weights).square().mean()
+    weights = torch.linspace(0.5, 1.5, weight_shape.numel(), dtype=tensor.dtype, device=tensor.device)
+    weights = weights.view(weight_shape)
+    return (tensor * weights).square().mean()
 
 
-def get_output_fields(output: Any) -> Any:
+def unwrap_model_output(model_output: Any) -> Any:
     """Return the fields of a model output as a dict. A tensor or tuple is returned unchanged."""
-    if is_dataclass(output) and not hasattr(output, "keys"):
-        return vars(output)
-    return dict(output) if hasattr(output, "keys") else output
+    if is_dataclass(model_output) and not hasattr(model_output, "keys"):
+        return vars(model_output)
+    return dict(model_output) if hasattr(model_output, "keys") else model_output
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -151,14 +156,14 @@ def disable_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
-def copy_patched_forwards(reduced: nn.Module, model: nn.Module) -> None:
+def copy_patched_forward_methods(reduced_model: nn.Module, model: nn.Module) -> None:
     """Copy the `forward` methods that the user replaced in ``model`` to a reduced model.
 
     Raises:
         ValueError: if the reduced model lacks the module, or if the method is not bound to its module, because it would
             run on the module of ``model``.
     """
-    places = dict(reduced.named_modules())
+    places = dict(reduced_model.named_modules())
     for path, module in model.named_modules():
         if "forward" not in vars(module):
             continue
@@ -167,24 +172,24 @@ def copy_patched_forwards(reduced: nn.Module, model: nn.Module) -> None:
             raise ValueError(f"The forward method of {path} is not bound to its module. Bind it with types.MethodType.")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
-    if missing := _count_patched_forwards(model).keys() - _count_patched_forwards(reduced).keys():
+    if missing := _count_patched_forward_methods(model).keys() - _count_patched_forward_methods(reduced_model).keys():
         path = next(iter(missing))[0]
         raise ValueError(f"The forward method of {path} was replaced, but the reduced model lacks this module.")
 
 
-def _count_patched_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
+def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]:
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
     return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
 
 
 @contextmanager
-def check_copy_is_independent(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if a copied model reads a weight or buffer of the original ``model`` in this context.
+def check_copy_is_independent(original_model: nn.Module) -> Iterator[None]:
+    """Raise ValueError if a copied model reads a weight or buffer of the original ``original_model`` in this context.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
     """
-    watch = _ReadDetector(model)
+    watch = _TensorReadDetector(original_model)
     try:
         with watch:
             yield
@@ -199,12 +204,16 @@ def check_copy_is_independent(model: nn.Module) -> Iterator[None]:
 _NOT_INDEPENDENT = "A replaced forward method or a hook of the copied model runs modules of the original model."
 
 
-class _ReadDetector(TorchDispatchMode):
+class _TensorReadDetector(TorchDispatchMode):
     """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``model``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, watched_model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        tensors = (x for x in (*model.parameters(), *model.buffers()) if has_data(x) and x.layout == torch.strided)
+        tensors = (
+            x
+            for x in (*watched_model.parameters(), *watched_model.buffers())
+            if has_data(x) and x.layout == torch.strided
+        )
         self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
         self.found = False
 
@@ -220,7 +229,7 @@ class _ReadDetector(TorchDispatchMode):
 def make_validation_cache_key(model: nn.Module) -> Hashable | None:
     """Return a key to cache validation results of a model, or None if the model has no config or runs user code."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
+    if not hasattr(config, "to_json_string") or not all(map(has_library_forward, model.modules())):
         return None
     kinds = frozenset((re.sub(r"\d+", "*", path), type(module)) for path, module in model.named_modules())
     return type(model), config.to_json_string(), kinds
@@ -238,8 +247,8 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 class MediaForwardPass:
     """A forward pass of a reduced model with additional inputs, such as images or audio."""
 
-    run: Forward
-    names: tuple[str, ...]  # names of the additional inputs
+    forward_fn: Forward
+    input_names: tuple[str, ...]  # names of the additional inputs
 
 
 @dataclass(frozen=True)
@@ -247,29 +256,36 @@ class ReducedModel:
     """A small version of a model, with example batches on which it can be trained."""
 
     model: nn.Module
-    run: Forward
+    forward_fn: Forward
     batch: Mapping[str, Tensor]
-    further: tuple[MediaForwardPass, ...] = ()  # calls with additional inputs
-    untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
+    media_forward_passes: tuple[MediaForwardPass, ...] = ()  # calls with additional inputs
+    untried_inputs: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
-    def compute_reference_gradients(self, run: Forward | None = None) -> ReferenceGradients:
-        """Compute the loss and gradients for all example batches, or for ``run`` instead of the first batch."""
+    def compute_reference_gradients(self, forward_fn: Forward | None = None) -> ReferenceGradients:
+        """Compute the loss and gradients for all example batches, or for ``forward_fn`` instead of the first batch."""
         return replace(
-            ReferenceGradients.from_model(self.model, run or self.run), further_batches=self.compute_further_gradients()
+            ReferenceGradients.from_model(self.model, forward_fn or self.forward_fn),
+            further_batches=self.compute_media_gradients(),
         )
 
-    def compute_further_gradients(self) -> tuple[ReferenceGradients, ...]:
+    def compute_media_gradients(self) -> tuple[ReferenceGradients, ...]:
         """Compute the loss and the gradients for each further example batch."""
-        return tuple(ReferenceGradients.from_model(self.model, further.run) for further in self.further)
+        return tuple(
+            ReferenceGradients.from_model(self.model, further.forward_fn) for further in self.media_forward_passes
+        )
 
-    def explain_unvalidated_inputs(self, failure: str | None) -> dict[str, str]:
+    def get_unvalidated_input_reasons(self, media_failure: str | None) -> dict[str, str]:
         """Return a dict from the name of each unvalidated input to the reason why it was not validated.
 
         Args:
-            failure: why the calls with additional inputs failed, or None if they passed.
+            media_failure: why the calls with additional inputs failed, or None if they passed.
         """
-        further = [name for each in self.further for name in each.names] if failure is not None else []
-        return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}
+        further = (
+            [name for each in self.media_forward_passes for name in each.input_names]
+            if media_failure is not None
+            else []
+        )
+        return {**dict.fromkeys(self.untried_inputs, UNTRIED), **dict.fromkeys(further, media_failure or "")}
 
     @property
     def num_samples(self) -> int:
@@ -278,19 +294,19 @@ class ReducedModel:
 
 
 def reduce_model(
-    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, media_in_text: bool = False
+    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, with_media_tokens: bool = False
 ) -> ReducedModel:
     """Build a small model of the same class that can be trained on the CPU, in fp64 if possible.
 
     Args:
         batch: keyword arguments of `forward`, or None to generate them.
-        media_in_text: whether the batch contains images and audio in the text, instead of text only.
+        with_media_tokens: whether the batch contains images and audio in the text, instead of text only.
 
     Raises:
         PolicyError: if no reduced model can be built and run, and the model is too large to be copied.
     """
     problems: list[str] = []
-    copies = _list_model_copiers(model)
+    copies = _get_model_copy_fns(model)
     try:
         makes = [*_iter_reduced_model_builders(model), *copies]
     except Exception as error:  # the class needs more than a config, or cannot be built with different configs
@@ -301,14 +317,14 @@ def reduce_model(
             if make not in copies:
                 if count := len(find_layer_kinds(model) - find_layer_kinds(reduced)):
                     raise ValueError(f"The reduced model lacks {count} of the layer types of the full model.")
-                copy_patched_forwards(reduced, model)
+                copy_patched_forward_methods(reduced, model)
             with check_copy_is_independent(model):
-                run, batch_used = _find_trainable_batch(reduced, batch, media_in_text=media_in_text)
+                run, batch_used = _find_trainable_batch(reduced, batch, with_media_tokens=with_media_tokens)
             further = (
-                () if batch is not None or media_in_text else tuple(_iter_media_forward_passes(reduced, batch_used))
+                () if batch is not None or with_media_tokens else tuple(_iter_media_forward_passes(reduced, batch_used))
             )
-            tried = {*batch_used, *(name for each in further for name in each.names)}
-            media = example_inputs.find_media_inputs(reduced) if batch is None else []
+            tried = {*batch_used, *(name for each in further for name in each.input_names)}
+            media = example_inputs.get_media_argument_names(reduced) if batch is None else []
             return ReducedModel(reduced, run, batch_used, further, tuple(name for name in media if name not in tried))
         except UnknownInputsError:
             raise  # applies to every reduced model
@@ -328,23 +344,23 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160].rstrip('.')}"
 
 
-def _list_model_copiers(model: nn.Module) -> list[Callable[[], nn.Module]]:
+def _get_model_copy_fns(model: nn.Module) -> list[Callable[[], nn.Module]]:
     make_copy = partial(copy_and_materialize if has_deferred_weights(model) else copy.deepcopy, model)
     return [make_copy] if count_parameters(model) <= SMALL_NUMEL else []
 
 
-def copy_small_model(model: nn.Module) -> ReducedModel:
+def copy_as_reduced_model(model: nn.Module) -> ReducedModel:
     """Copy a small model without its hooks, and find an example batch on which the copy can be trained on the CPU.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
     """
     problem = f"it has more than {SMALL_NUMEL:,} parameters"
-    for make, dtype in product(_list_model_copiers(model), PRECISIONS):
+    for make, dtype in product(_get_model_copy_fns(model), PRECISIONS):
         try:
-            reduced = remove_hooks(_build_on_cpu(make, dtype))
+            reduced = remove_all_hooks(_build_on_cpu(make, dtype))
             with check_copy_is_independent(model):
-                return ReducedModel(reduced, *_find_trainable_batch(reduced, None, allow_guesses=True))
+                return ReducedModel(reduced, *_find_trainable_batch(reduced, None, allow_guessed_inputs=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # user code may raise anything
@@ -366,7 +382,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
     except PolicyError as error:
         problem = error.what
     try:
-        return copy_small_model(model)
+        return copy_as_reduced_model(model)
     except PolicyError as error:
         raise PolicyError(
             f"{type(model).__name__} can be neither reduced nor copied for validation: {problem}; {error.what}.",
@@ -375,7 +391,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         ) from None
 
 
-def remove_hooks(model: nn.Module) -> nn.Module:
+def remove_all_hooks(model: nn.Module) -> nn.Module:
     """Remove all forward and backward hooks from a model, and return the model."""
     for module in model.modules():
         for name, table in vars(module).items():
@@ -401,8 +417,8 @@ def _iter_reduced_model_builders(model: nn.Module) -> Iterator[Callable[[], nn.M
         yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
 
 
-def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
-    small = shrinker.make_small_config(**options)
+def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.Module:
+    small = shrinker.make_small_config(**shrink_options)
     # matching the widths of submodels may reduce the model further
     if (numel := shrinker.count_model_parameters(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
@@ -415,15 +431,15 @@ def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
 
 def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Module:
     """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
-    made = dict(example_inputs.generate_known_inputs(model))
-    if width := example_inputs.get_image_feature_width(model, made):
-        for path, value in iter_integer_fields(small_config):
+    made = dict(example_inputs.iter_known_inputs(model))
+    if width := example_inputs.get_image_feature_dim(model, made):
+        for path, value in iter_int_fields(small_config):
             if value == width and len(path) > 1:
                 try:
                     other: nn.Module = type(model)(
                         replace_config_fields(small_config, {path: example_inputs.get_text_embedding_dim(model)})
                     )
-                    if not example_inputs.get_image_feature_width(other, made):
+                    if not example_inputs.get_image_feature_dim(other, made):
                         return other
                 except Exception:  # an unrelated field of the same value
                     continue
@@ -431,7 +447,11 @@ def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Modu
 
 
 def _find_trainable_batch(
-    reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, allow_guesses: bool = False
+    reduced_model: nn.Module,
+    user_batch: Mapping[str, Tensor] | None,
+    *,
+    with_media_tokens: bool = False,
+    allow_guessed_inputs: bool = False,
 ) -> tuple[Forward, Mapping[str, Tensor]]:
     """Find the first batch on which the reduced model can be trained; return its forward pass and the batch.
 
@@ -439,18 +459,20 @@ def _find_trainable_batch(
     """
     problem: Exception | None = None
     for inputs in (
-        [batch]
-        if batch is not None
-        else _iter_example_batches(reduced, media_in_text=media_in_text, allow_guesses=allow_guesses)
+        [user_batch]
+        if user_batch is not None
+        else _iter_example_batches(
+            reduced_model, with_media_tokens=with_media_tokens, allow_guessed_inputs=allow_guessed_inputs
+        )
     ):
-        for candidate in (*iter_batches_with_labels(reduced, inputs), inputs):
-            run = make_forward_fn(reduced, candidate)
+        for candidate in (*iter_batches_with_labels(reduced_model, inputs), inputs):
+            run = make_forward_fn(reduced_model, candidate)
             try:
-                native = copy.deepcopy(reduced)  # some modules store results of a forward pass
+                native = copy.deepcopy(reduced_model)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
                 ReferenceGradients.from_model(native, run).check_finite()
-                _choose_training_mode(reduced, run, make_forward_fn(reduced, candidate, seed=1))
+                _set_training_mode(reduced_model, run, make_forward_fn(reduced_model, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
@@ -459,25 +481,27 @@ def _find_trainable_batch(
 
 
 def _iter_example_batches(
-    reduced: nn.Module, *, media_in_text: bool, allow_guesses: bool = False
+    reduced_model: nn.Module, *, with_media_tokens: bool, allow_guessed_inputs: bool = False
 ) -> Iterator[Mapping[str, Tensor]]:
     """Yield example batches for the reduced model, with guessed inputs last.
 
     Args:
-        media_in_text: whether batches with images or audio in the text come before batches with text only.
+        with_media_tokens: whether batches with images or audio in the text come before batches with text only.
     """
-    guessed = example_inputs.guess_example_batches(reduced) if allow_guesses else []
+    guessed = example_inputs.guess_example_batches(reduced_model) if allow_guessed_inputs else []
     try:
-        known = example_inputs.make_example_batches(reduced)
+        known = example_inputs.make_example_batches(reduced_model)
     except UnknownInputsError:
         if not guessed:
             raise
         known = []
     ways = [
-        example_inputs.iter_batches_with_media_tokens(reduced, dict(example_inputs.generate_known_inputs(reduced))),
+        example_inputs.iter_batches_with_media_tokens(
+            reduced_model, dict(example_inputs.iter_known_inputs(reduced_model))
+        ),
         known,
     ]
-    for way in ways if media_in_text else reversed(ways):
+    for way in ways if with_media_tokens else reversed(ways):
         yield from way
     yield from guessed
 
@@ -488,7 +512,7 @@ def find_accepted_batch(model: nn.Module) -> Mapping[str, Tensor]:
     Raises the error of the first batch if the model accepts none.
     """
     problem: Exception | None = None
-    for inputs in _iter_example_batches(model, media_in_text=True):
+    for inputs in _iter_example_batches(model, with_media_tokens=True):
         for candidate in (*iter_batches_with_labels(model, inputs), inputs):
             try:
                 with torch.no_grad():
@@ -501,39 +525,43 @@ def find_accepted_batch(model: nn.Module) -> Mapping[str, Tensor]:
     raise problem
 
 
-def _iter_media_forward_passes(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaForwardPass]:
-    """Yield a forward pass with images or audio if the reduced model accepts them and ``batch_used`` has none."""
-    made = dict(example_inputs.generate_known_inputs(reduced))
-    for inputs in (*example_inputs.iter_batches_with_media_tokens(reduced, made), made):
+def _iter_media_forward_passes(
+    reduced_model: nn.Module, text_batch: Mapping[str, Tensor]
+) -> Iterator[MediaForwardPass]:
+    """Yield a forward pass with images or audio if the reduced model accepts them and ``text_batch`` has none."""
+    made = dict(example_inputs.iter_known_inputs(reduced_model))
+    for inputs in (*example_inputs.iter_batches_with_media_tokens(reduced_model, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
-        adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)
-        names = tuple(name for name in floats if adds_media or name not in batch_used)
-        for candidate in (*iter_batches_with_labels(reduced, inputs), inputs) if names else ():
-            run = make_forward_fn(reduced, candidate)
+        adds_media = _has_media_tokens(reduced_model, inputs) and not _has_media_tokens(reduced_model, text_batch)
+        names = tuple(name for name in floats if adds_media or name not in text_batch)
+        for candidate in (*iter_batches_with_labels(reduced_model, inputs), inputs) if names else ():
+            run = make_forward_fn(reduced_model, candidate)
             try:
-                if candidate is not inputs and getattr(run(copy.deepcopy(reduced)), "loss", None) is None:
+                if candidate is not inputs and getattr(run(copy.deepcopy(reduced_model)), "loss", None) is None:
                     continue
-                ReferenceGradients.from_model(copy.deepcopy(reduced), run).check_finite()
+                ReferenceGradients.from_model(copy.deepcopy(reduced_model), run).check_finite()
             except Exception:  # a layout for another model
                 continue
             yield MediaForwardPass(run, names)
             return
 
 
-def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
-    special = get_special_token_ids(getattr(reduced, "config", None))
+def _has_media_tokens(reduced_model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    special = get_special_token_ids(getattr(reduced_model, "config", None))
     ids = [x for name, x in special.items() if name.startswith(tuple(example_inputs.MODALITIES))]
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
-def _choose_training_mode(reduced: nn.Module, run: Forward, run_reseeded: Forward) -> None:
+def _set_training_mode(reduced_model: nn.Module, forward_fn: Forward, reseeded_forward_fn: Forward) -> None:
     """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
-    disable_dropout(reduced.train())
+    disable_dropout(reduced_model.train())
     try:
-        first, again = copy.deepcopy(reduced), copy.deepcopy(reduced)
-        reference = ReferenceGradients.from_model(first, run)
+        first, again = copy.deepcopy(reduced_model), copy.deepcopy(reduced_model)
+        reference = ReferenceGradients.from_model(first, forward_fn)
         reference.check_finite()
-        is_random = any(compute_probe_loss(call(again)).item() != reference.loss for call in (run, run_reseeded))
+        is_random = any(
+            compute_probe_loss(call(again)).item() != reference.loss for call in (forward_fn, reseeded_forward_fn)
+        )
     except Exception:
         is_random = True
-    reduced.train(not is_random)
+    reduced_model.train(not is_random)

@@ -19,7 +19,7 @@ from shardformer.discovery.config_fields import (
     FieldMeaning,
     Path,
     get_sub_config,
-    iter_integer_fields,
+    iter_int_fields,
     iter_list_fields,
 )
 from shardformer.errors import PolicyError
@@ -53,10 +53,10 @@ def get_num_layers_to_keep(model: nn.Module) -> int:
 
     Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
     """
-    return needed if LAYERS < (needed := count_layers_to_cover_kinds(model)) <= MAX_LAYERS else 0
+    return needed if LAYERS < (needed := count_layers_covering_all_kinds(model)) <= MAX_LAYERS else 0
 
 
-def count_layers_to_cover_kinds(model: nn.Module) -> int:
+def count_layers_covering_all_kinds(model: nn.Module) -> int:
     """Return the smallest n for which the first n layers of a model include every kind of layer."""
     needed = 0
     for layers in _find_module_lists(model).values():
@@ -69,44 +69,56 @@ def _find_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
 
-def reduce_layers(
-    config: Any, model: nn.Module, build_model: Callable[[Any], nn.Module], num_first: int, num_per_kind: int
+def reduce_num_layers(
+    config: Any,
+    model: nn.Module,
+    build_model: Callable[[Any], nn.Module],
+    num_first_layers: int,
+    num_layers_per_kind: int,
 ) -> Any:
-    """Return a config that keeps the first ``num_first`` layers and the first ``num_per_kind`` layers of each kind.
+    """Return a config with only the first ``num_first_layers`` layers and the first layers of each kind.
 
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
     layers share weights, one more layer of each kind is kept.
     """
     lengths = _get_module_list_lengths(model)
 
-    def try_list_lengths(candidate: Any) -> dict[str, int] | None:
+    def try_get_list_lengths(candidate_config: Any) -> dict[str, int] | None:
         try:
-            return _get_module_list_lengths(build_model(copy.deepcopy(candidate)))
+            return _get_module_list_lengths(build_model(copy.deepcopy(candidate_config)))
         except Exception:  # the field does not count layers
             return None
 
-    def is_shorter(now: dict[str, int] | None) -> bool:
-        return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
+    def has_shorter_list(list_lengths: dict[str, int] | None) -> bool:
+        return list_lengths is not None and any(
+            list_lengths.get(name, length) < length for name, length in lengths.items()
+        )
 
-    def counts_stages(path: Path, count: int, few: Any) -> bool:
+    def is_num_stages_field(field_path: Path, field_value: int, reduced_config: Any) -> bool:
         """Return whether a config field is the number of stages instead of the number of layers."""
-        neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
-        is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
-        return is_candidate and is_shorter(try_list_lengths(config_fields.replace_config_fields(few, {path: count})))
+        neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == field_path[:-1])
+        is_candidate = field_path in dict(iter_int_fields(config)) and any(
+            len(values) == field_value for values in neighbors
+        )
+        return is_candidate and has_shorter_list(
+            try_get_list_lengths(config_fields.replace_config_fields(reduced_config, {field_path: field_value}))
+        )
 
     kinds = [(path, len(names)) for path, names in iter_list_fields(config, item_type=str)]
-    for path, count in [*iter_integer_fields(config), *kinds]:
+    for path, count in [*iter_int_fields(config), *kinds]:
         if count not in lengths.values():
             continue
-        few = _remove_layers_from_config(config, path, count, num_first, num_per_kind)
-        if (now := try_list_lengths(few)) is None:
-            now = try_list_lengths(few := _remove_layers_from_config(config, path, count, num_first, num_per_kind + 1))
-        if is_shorter(now) and not counts_stages(path, count, few):
+        few = _remove_layers_from_config(config, path, count, num_first_layers, num_layers_per_kind)
+        if (now := try_get_list_lengths(few)) is None:
+            now = try_get_list_lengths(
+                few := _remove_layers_from_config(config, path, count, num_first_layers, num_layers_per_kind + 1)
+            )
+        if has_shorter_list(now) and not is_num_stages_field(path, count, few):
             config, lengths = few, now or lengths
     for path, values in iter_list_fields(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class requires as many layers as stages
             few = config_fields.replace_config_fields(config, {path: [min(n, most) for n in values]})
-            if is_shorter(now := try_list_lengths(few)):
+            if has_shorter_list(now := try_get_list_lengths(few)):
                 config, lengths = few, now or lengths
                 break
     return config
@@ -114,7 +126,7 @@ def reduce_layers(
 
 def reduce_image_sizes(config: Any) -> None:
     """Reduce the image sizes in a config in place, for models with a vision submodel or with stages."""
-    for path, size in [*iter_integer_fields(config)]:
+    for path, size in [*iter_int_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
         if path[-1] == "image_size" and len(path) > 1 and type(patch) is int:  # a vision submodel
@@ -129,16 +141,16 @@ def reduce_image_sizes(config: Any) -> None:
                     setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
 
 
-def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
+def reduce_mrope_sections(config: Any, original_model: nn.Module) -> None:
     """Shrink the multimodal rotary sections (``mrope_section``) of a config to its head dim, in place.
 
     The sections are the numbers of features of a head that are rotated by time, height and width. They are read from
-    the modules of ``model``, the original model, because some configs lack them.
+    the modules of ``original_model``, the original model, because some configs lack them.
     """
-    for module in model.modules():
+    for module in original_model.modules():
         sections: Any = getattr(module, "mrope_section", None)
         large: Any = getattr(module, "config", None)
-        if isinstance(sections, list | tuple) and len(sections) and config_fields.is_config(large):
+        if isinstance(sections, list | tuple) and len(sections) and config_fields.is_model_config(large):
             for small in config_fields.iter_configs(config):
                 rope = getattr(small, "rope_parameters", None)
                 if small.model_type == large.model_type and isinstance(rope, dict):
@@ -155,21 +167,23 @@ def _get_module_list_lengths(model: nn.Module) -> dict[str, int]:
     return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
 
-def _remove_layers_from_config(config: Any, path: Path, count: int, num_first: int, num_per_kind: int) -> Any:
+def _remove_layers_from_config(
+    config: Any, field_path: Path, num_layers: int, num_first_layers: int, num_layers_per_kind: int
+) -> Any:
     """Return a copy of a config with fewer layers, and shorten each list in it that has one entry per layer."""
     few = copy.deepcopy(config)
-    place, field = get_sub_config(few, path[:-1]), path[-1]
+    place, field = get_sub_config(few, field_path[:-1]), field_path[-1]
     fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
     shared = fields.get(KV_SHARED) or 0
-    of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == count}
+    of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == num_layers}
     kinds = list(
         zip(
-            *[v for v in of_each.values() if not _is_list_of_layer_indices(v)],
-            [i < count - shared for i in range(count)],
+            *[v for v in of_each.values() if not _are_consecutive_integers(v)],
+            [i < num_layers - shared for i in range(num_layers)],
         )
     )
-    chosen = {i for i, kind in enumerate(kinds) if i < num_first or kinds[:i].count(kind) < num_per_kind}
-    remaining = [i for i in range(count) if i not in chosen]
+    chosen = {i for i, kind in enumerate(kinds) if i < num_first_layers or kinds[:i].count(kind) < num_layers_per_kind}
+    remaining = [i for i in range(num_layers) if i not in chosen]
     kept = sorted({*chosen, *remaining[: max(0, LAYERS - len(chosen))]})
     if field not in of_each:
         setattr(place, field, len(kept))
@@ -177,14 +191,14 @@ def _remove_layers_from_config(config: Any, path: Path, count: int, num_first: i
         setattr(
             place,
             name,
-            type(values)(values[i] for i in (range(len(kept)) if _is_list_of_layer_indices(values) else kept)),
+            type(values)(values[i] for i in (range(len(kept)) if _are_consecutive_integers(values) else kept)),
         )
     if shared:
-        setattr(place, KV_SHARED, sum(i >= count - shared for i in kept))
+        setattr(place, KV_SHARED, sum(i >= num_layers - shared for i in kept))
     return few
 
 
-def _is_list_of_layer_indices(values: Sequence[Any]) -> bool:
+def _are_consecutive_integers(values: Sequence[Any]) -> bool:
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
@@ -192,23 +206,23 @@ def _is_list_of_layer_indices(values: Sequence[Any]) -> bool:
 class ReducedModelSizes:
     """The sizes of a reduced model. Most of them are not divisible by four, to test uneven sharding."""
 
-    heads: int = 6  # head count of a config that has only one
-    fewer: int = 2  # another head count that divides ``heads``
-    more: int = 12  # another head count, a multiple of ``heads``
+    num_heads: int = 6  # head count of a config that has only one
+    fewer_heads: int = 2  # another head count that divides ``heads``
+    more_heads: int = 12  # another head count, a multiple of ``heads``
     head_dim: int = 8
     widths: Sequence[int] = (70, 20, 16, 14, 10)  # widths inside the layers, such as those of MLPs and experts
     words: int = 127
-    positions: int = 64
+    num_positions: int = 64
     fewer_channels: int = 1  # divisor of the channels
-    experts: int = 16
+    num_experts: int = 16
 
     @property
     def hidden_size(self) -> int:
-        return self.heads * self.head_dim
+        return self.num_heads * self.head_dim
 
 
 ODD = ReducedModelSizes()
-EVEN = ReducedModelSizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
+EVEN = ReducedModelSizes(num_heads=16, more_heads=32, head_dim=32, widths=(128, 64, 48, 40, 24))
 """Sizes for configs that require powers of two or rotate a quarter of a head. With 16 heads, each of four ranks has
 heads of each of four partitions."""
 MANY_WORDS = 2**14  # vocabulary size for classes with hard-coded token ids, used as a last attempt
@@ -230,19 +244,19 @@ class ConfigShrinker:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_model_builder(type(model))
         self._few: dict[tuple[int, int], Any] = {}
-        every = self._get_config_with_layers(0, 1)
+        every = self._get_config_with_fewer_layers(0, 1)
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
-            every = self._get_config_with_layers(count_layers_to_cover_kinds(model), 1)
-        measurements = config_fields.measure_config_fields(self.make, every)
+            every = self._get_config_with_fewer_layers(count_layers_covering_all_kinds(model), 1)
+        measurements = config_fields.probe_config_fields(self.make, every)
         self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
-        self.kinds = config_fields.determine_field_meanings(self.fields)
+        self.kinds = config_fields.infer_field_meanings(self.fields)
 
-    def _get_config_with_layers(self, num_first: int, num_per_kind: int) -> Any:
-        if (num_first, num_per_kind) not in self._few:
-            self._few[num_first, num_per_kind] = reduce_layers(
-                copy.deepcopy(self.model.config), self.model, self.make, num_first, num_per_kind
+    def _get_config_with_fewer_layers(self, num_first_layers: int, num_layers_per_kind: int) -> Any:
+        if (num_first_layers, num_layers_per_kind) not in self._few:
+            self._few[num_first_layers, num_layers_per_kind] = reduce_num_layers(
+                copy.deepcopy(self.model.config), self.model, self.make, num_first_layers, num_layers_per_kind
             )
-        return self._few[num_first, num_per_kind]
+        return self._few[num_first_layers, num_layers_per_kind]
 
     def count_model_parameters(self, config: Any) -> int:
         try:
@@ -259,10 +273,10 @@ class ConfigShrinker:
             recompute_derived: whether to recompute derived fields of the config from the reduced fields.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if recompute_derived else ODD.words)
-        every = {path for path, _ in config_fields.iter_integers_and_uniform_lists(self.model.config)}
+        every = {path for path, _ in config_fields.iter_int_and_uniform_list_fields(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
-        few = self._get_config_with_layers(layers, 0 if layers else 1)
+        few = self._get_config_with_fewer_layers(layers, 0 if layers else 1)
         small = config_fields.replace_config_fields(
             few, choose_reduced_field_values(self.fields, self.kinds, sizes) | named
         )
@@ -273,8 +287,8 @@ class ConfigShrinker:
             )
         assigned: dict[str, int] = {}
         for path, value in [
-            *iter_integer_fields(small),
-            *((path, sizes.words) for path in _find_unset_media_tokens(small)),
+            *iter_int_fields(small),
+            *((path, sizes.words) for path in _find_unset_media_token_fields(small)),
         ]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 last = sizes.words - 1 - len(assigned) % RESERVED  # different ids for images and audio
@@ -283,7 +297,7 @@ class ConfigShrinker:
                 )
                 setattr(get_sub_config(small, path[:-1]), path[-1], new)
         reduce_image_sizes(small)
-        reduce_rotary_sections(small, self.model)
+        reduce_mrope_sections(small, self.model)
         if recompute_derived:
             heads = {path[-1] for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
             small = rebuild_config(small, heads)
@@ -292,20 +306,20 @@ class ConfigShrinker:
         return small
 
 
-def _find_unset_media_tokens(config: Any) -> list[Path]:
+def _find_unset_media_token_fields(config: Any) -> list[Path]:
     """Return the config fields for image and audio token ids that are None until the tokenizer sets them."""
     fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
     return [(name,) for name, value in fields if value is None]
 
 
-def shrink_config(config: Any, **options: Any) -> Any:
+def shrink_config(config: Any, **shrink_options: Any) -> Any:
     """Return a small version of a transformers config that keeps one layer of each kind.
 
     Args:
-        options: options of ``ConfigShrinker.make_small_config``.
+        shrink_options: options of ``ConfigShrinker.make_small_config``.
     """
     model = build_meta_model(config)
-    return ConfigShrinker(model).make_small_config(**{"layers": get_num_layers_to_keep(model), **options})
+    return ConfigShrinker(model).make_small_config(**{"layers": get_num_layers_to_keep(model), **shrink_options})
 
 
 def build_meta_model(config: Any) -> nn.Module:
@@ -341,21 +355,21 @@ def get_first_architecture(config: Any) -> str:
     return first if isinstance(first, str) else ""
 
 
-def get_model_class(name: str) -> type[nn.Module] | None:
+def get_model_class(class_name: str) -> type[nn.Module] | None:
     """Return the transformers model class with this name, or None if transformers has no such class."""
     transformers = load_transformers()
-    found = getattr(transformers, name, None) if name.isidentifier() else None
+    found = getattr(transformers, class_name, None) if class_name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small_config: Any, kept_fields: Collection[str]) -> Any:
-    """Construct a config again so that its class recomputes all derived fields except ``kept_fields``."""
+def rebuild_config(small_config: Any, kept_field_names: Collection[str]) -> Any:
+    """Construct a config again so that its class recomputes all derived fields except ``kept_field_names``."""
     default, now, assigned = vars(type(small_config)()), vars(small_config), {}
     for field in (field for field in dataclasses.fields(small_config) if field.init):
         name = small_config.attribute_map.get(field.name, field.name)
         derived = field.default is None and default.get(name) is not None and type(now[name]) is int
-        if name in now and not (derived and name not in kept_fields):
+        if name in now and not (derived and name not in kept_field_names):
             assigned[field.name] = now[name]
     return type(small_config)(**assigned)
 
@@ -371,76 +385,86 @@ MAX_HEAD_DIM = 256
 MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 
 
-def get_fields_of_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return the fields in ``others`` that are in the same config or nested config as ``field``."""
-    return [other for other in others if other.path[:-1] == field.path[:-1]]
+def filter_fields_of_same_config(field: ConfigField, candidate_fields: Sequence[ConfigField]) -> list[ConfigField]:
+    """Return the fields in ``candidate_fields`` that are in the same config or nested config as ``field``."""
+    return [other for other in candidate_fields if other.path[:-1] == field.path[:-1]]
 
 
 def choose_reduced_field_values(
-    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], sizes: ReducedModelSizes
+    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], target_sizes: ReducedModelSizes
 ) -> dict[Path, int]:
     """Return a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
     of = {kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in FieldMeaning}
-    hidden = {n.value: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    hidden = {
+        n.value: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], target_sizes) for n in of[FieldMeaning.HIDDEN]
+    }
     words = {
         n.value
         for n in of[FieldMeaning.ROWS]
-        if any(s.role in HEAD and not s.depth for s in n.get_sizes_equal_to_value())
+        if any(s.location in HEAD and not s.depth for s in n.get_sizes_equal_to_value())
     }
     for field in of[FieldMeaning.HEADS]:
-        counts = {n.value for n in get_fields_of_same_config(field, of[FieldMeaning.HEADS])}
-        small[field.path] = _choose_small_head_counts(counts, sizes)[field.value]
+        counts = {n.value for n in filter_fields_of_same_config(field, of[FieldMeaning.HEADS])}
+        small[field.path] = _choose_small_head_counts(counts, target_sizes)[field.value]
     for field in of[FieldMeaning.HEAD_DIM]:
-        dim = sizes.head_dim * _count_parts_per_head(field, get_fields_of_same_config(field, of[FieldMeaning.HEAD_DIM]))
+        dim = target_sizes.head_dim * _count_parts_per_head(
+            field, filter_fields_of_same_config(field, of[FieldMeaning.HEAD_DIM])
+        )
         small[field.path] = dim if field.value >= MIN_HEAD_DIM else field.value
-    small |= {n.path: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    small |= {
+        n.path: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], target_sizes) for n in of[FieldMeaning.HIDDEN]
+    }
     for field in of[FieldMeaning.ROWS]:
-        small[field.path] = min(field.value, sizes.words if field.value in words else sizes.positions)
-    small |= {n.path: min(n.value, sizes.positions) for n in of[FieldMeaning.POSITIONS]}
-    small |= {n.path: max(1, n.value // sizes.fewer_channels) for n in of[FieldMeaning.CHANNELS]}
-    small |= {n.path: min(n.value, sizes.experts) for n in of[FieldMeaning.EXPERTS]}
+        small[field.path] = min(field.value, target_sizes.words if field.value in words else target_sizes.num_positions)
+    small |= {n.path: min(n.value, target_sizes.num_positions) for n in of[FieldMeaning.POSITIONS]}
+    small |= {n.path: max(1, n.value // target_sizes.fewer_channels) for n in of[FieldMeaning.CHANNELS]}
+    small |= {n.path: min(n.value, target_sizes.num_experts) for n in of[FieldMeaning.EXPERTS]}
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
     for field in of[FieldMeaning.WIDTH]:
-        product = _choose_small_width_of_heads(
-            field, get_fields_of_same_config(field, all_fields), field_meanings, small
+        product = _choose_small_attention_width(
+            field, filter_fields_of_same_config(field, all_fields), field_meanings, small
         )
         if field.value in hidden or product:
             small[field.path] = product or hidden[field.value]
         else:
             widths.append(field)
     ordered = sorted({n.value for n in widths}, reverse=True)
-    small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
-    small |= dict(_derive_head_dims_from_widths(all_fields, of, small))
-    return small | _choose_values_of_equal_fields(all_fields, field_meanings, small)
+    small |= {n.path: target_sizes.widths[min(ordered.index(n.value), len(target_sizes.widths) - 1)] for n in widths}
+    small |= dict(_iter_head_dims_from_widths(all_fields, of, small))
+    return small | _infer_values_of_equal_fields(all_fields, field_meanings, small)
 
 
-def _choose_small_hidden_size(field: ConfigField, all_fields: Sequence[ConfigField], sizes: ReducedModelSizes) -> int:
+def _choose_small_hidden_size(
+    field: ConfigField, all_fields: Sequence[ConfigField], target_sizes: ReducedModelSizes
+) -> int:
     """Return a small hidden size that is above, equal to or below the main one, as in the original config."""
     matrices: dict[int, set[str]] = {}
-    for other in get_fields_of_same_config(field, all_fields):
-        matrices.setdefault(other.value, set()).update(other.get_changed_matrices())
+    for other in filter_fields_of_same_config(field, all_fields):
+        matrices.setdefault(other.value, set()).update(other.get_changed_matrix_names())
     most = max(matrices, key=lambda value: len(matrices[value]))
-    return sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
+    return target_sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
 
 
-def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
+def _count_parts_per_head(field: ConfigField, sibling_fields: Sequence[ConfigField]) -> int:
     """Return how many parts a head dim consists of, such as rotary and non-rotary features."""
-    if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
+    if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(sibling_fields, 2)):
         return 2
-    part = next((n.value for n in neighbors if n.value in config_fields.get_possible_rotary_dims(field)), field.value)
+    part = next(
+        (n.value for n in sibling_fields if n.value in config_fields.get_rotary_dim_candidates(field)), field.value
+    )
     return max(1, field.value // part)
 
 
-def _choose_small_width_of_heads(
+def _choose_small_attention_width(
     field: ConfigField,
-    neighbors: Sequence[ConfigField],
+    sibling_fields: Sequence[ConfigField],
     field_meanings: Mapping[Path, FieldMeaning],
     reduced_values: Mapping[Path, int],
 ) -> int | None:
     """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
-    for heads, dim in product(neighbors, neighbors):
+    for heads, dim in product(sibling_fields, sibling_fields):
         if (
             field_meanings.get(heads.path) is FieldMeaning.HEADS
             and heads.value * dim.value == field.value
@@ -453,7 +477,7 @@ def _choose_small_width_of_heads(
     return None
 
 
-def _derive_head_dims_from_widths(
+def _iter_head_dims_from_widths(
     all_fields: Sequence[ConfigField],
     fields_by_meaning: Mapping[FieldMeaning, Sequence[ConfigField]],
     reduced_values: Mapping[Path, int],
@@ -465,13 +489,13 @@ def _derive_head_dims_from_widths(
         for spot, times in field.size_ratios.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for field in all_fields:
-        for heads in get_fields_of_same_config(field, fields_by_meaning[FieldMeaning.HEADS]):
+        for heads in filter_fields_of_same_config(field, fields_by_meaning[FieldMeaning.HEADS]):
             width = widths.get((field.path[:-1], field.value * heads.value), 0)
             if field.path not in reduced_values and width and width % reduced_values[heads.path] == 0:
                 yield field.path, width // reduced_values[heads.path]
 
 
-def _choose_values_of_equal_fields(
+def _infer_values_of_equal_fields(
     all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], reduced_values: Mapping[Path, int]
 ) -> dict[Path, int]:
     """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
@@ -486,18 +510,18 @@ def _choose_values_of_equal_fields(
     unknown = [
         n
         for n in all_fields
-        if n.path not in reduced_values and (n.value >= MIN_UNAMBIGUOUS or n.changes_only_derived_attributes())
+        if n.path not in reduced_values and (n.value >= MIN_UNAMBIGUOUS or n.has_only_derived_attributes())
     ]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
     return {path: size for path, size in new.items() if size is not None}
 
 
-def _choose_small_head_counts(head_counts: set[int], sizes: ReducedModelSizes) -> dict[int, int]:
+def _choose_small_head_counts(head_counts: set[int], target_sizes: ReducedModelSizes) -> dict[int, int]:
     """Choose a small value for each head count, and preserve which counts divide each other."""
     ordered = sorted(head_counts)
-    small = dict.fromkeys(ordered, sizes.heads)
+    small = dict.fromkeys(ordered, target_sizes.num_heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):
-        small[ordered[0]] = sizes.fewer
+        small[ordered[0]] = target_sizes.fewer_heads
     if len(ordered) > 2 and any(ordered[-1] % value == 0 for value in ordered[1:-1]):
-        small[ordered[-1]] = sizes.more
+        small[ordered[-1]] = target_sizes.more_heads
     return small

@@ -31,14 +31,14 @@ class LabelDependence:
     """The input tokens on which a language model's prediction of a label depends.
 
     Args:
-        on_label: Whether the label token or later tokens change the prediction.
-        on_later: Whether later tokens change the prediction.
-        in_place: Whether the loss compares the label with the output at the same position.
+        depends_on_label: Whether the label token or later tokens change the prediction.
+        depends_on_later_tokens: Whether later tokens change the prediction.
+        is_label_aligned: Whether the loss compares the label with the output at the same position.
     """
 
-    on_label: bool
-    on_later: bool
-    in_place: bool
+    depends_on_label: bool
+    depends_on_later_tokens: bool
+    is_label_aligned: bool
 
 
 def measure_label_dependence(model: Any) -> LabelDependence | None:
@@ -49,43 +49,45 @@ def measure_label_dependence(model: Any) -> LabelDependence | None:
     for dtype in (torch.float64, torch.float32):
         try:
             small, ids_BS = _make_small_model(model)
-            return _measure_dependence(small.to(dtype), ids_BS)
+            return _measure_small_model_dependence(small.to(dtype), ids_BS)
         except Exception:  # the model requires other inputs or fp32, or returns other outputs
             continue
     return None
 
 
-def check_packing_is_supported(
-    model: Any, option: str = "data.packing = true", remedy: str = "Remove data.packing"
+def check_packing_support(
+    model: Any, option_name: str = "data.packing = true", remedy: str = "Remove data.packing"
 ) -> None:
     """Raise ConfigError if a model attends across documents that are packed into one row.
 
     The documents are separated by restarting ``position_ids``. The output of a packed document is compared with that of
     the document alone, on a copy of the model or a reduced model. Communicates nothing, and keeps the random state.
-    ``option`` is the setting that the error names.
+    ``option_name`` is the setting that the error names.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             small, ids_BS = _make_small_model(model)
-            is_separated = _isolates_packed_documents(small.to(torch.float64), ids_BS)
+            is_separated = _are_packed_documents_isolated(small.to(torch.float64), ids_BS)
             reason = "lets packed documents attend to each other"
         except Exception as error:  # the model takes no position_ids
             is_separated, reason = False, f"does not accept packed documents: {get_first_message_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option} requires a model that separates packed documents by their position_ids, but "
+            f"{option_name} requires a model that separates packed documents by their position_ids, but "
             f"{type(model).__name__} {reason}.",
             remedy=remedy,
         )
 
 
-def _isolates_packed_documents(model: nn.Module, ids_BS: Tensor) -> bool:
-    ids_BS, start = ids_BS[:, :LENGTH], LENGTH // 2
-    positions_BS = torch.arange(start).repeat(2).expand_as(ids_BS)
+def _are_packed_documents_isolated(model: nn.Module, input_ids_BS: Tensor) -> bool:
+    input_ids_BS, start = input_ids_BS[:, :LENGTH], LENGTH // 2
+    positions_BS = torch.arange(start).repeat(2).expand_as(input_ids_BS)
     with torch.no_grad():
-        packed_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)["logits"]
-        alone_BSV = model(input_ids=ids_BS[:, start:], position_ids=positions_BS[:, start:], use_cache=False)["logits"]
+        packed_BSV = model(input_ids=input_ids_BS, position_ids=positions_BS, use_cache=False)["logits"]
+        alone_BSV = model(input_ids=input_ids_BS[:, start:], position_ids=positions_BS[:, start:], use_cache=False)[
+            "logits"
+        ]
     difference = (packed_BSV[:, start:] - alone_BSV).abs().max()
     return bool(difference <= NOISE * alone_BSV.abs().max())
 
@@ -106,18 +108,18 @@ def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
     return small.cpu().eval(), ids_BS
 
 
-def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
-    position = ids_BS.shape[1] // 2
-    labels_BS = torch.full_like(ids_BS, IGNORED)
-    labels_BS[:, position] = ids_BS[:, position]
-    output: Mapping[str, Tensor] = model(input_ids=ids_BS, labels=labels_BS)
+def _measure_small_model_dependence(model: nn.Module, input_ids_BS: Tensor) -> LabelDependence:
+    position = input_ids_BS.shape[1] // 2
+    labels_BS = torch.full_like(input_ids_BS, IGNORED)
+    labels_BS[:, position] = input_ids_BS[:, position]
+    output: Mapping[str, Tensor] = model(input_ids=input_ids_BS, labels=labels_BS)
     logits_BSV = output["logits"]
     (gradient_BSV,) = torch.autograd.grad(output["loss"], [logits_BSV])
     compared = gradient_BSV.abs().sum((0, 2)).nonzero().flatten().tolist()
 
-    def depends_from(first: int) -> bool:
-        other_BS = ids_BS.clone()
-        other_BS[:, first:] = ids_BS.roll(1, 1)[:, first:]
+    def depends_on_tokens_from(start_position: int) -> bool:
+        other_BS = input_ids_BS.clone()
+        other_BS[:, start_position:] = input_ids_BS.roll(1, 1)[:, start_position:]
         with torch.no_grad():
             other_BSV = model(input_ids=other_BS)["logits"]
         if not torch.isfinite(other_BSV).all():
@@ -125,4 +127,6 @@ def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 
-    return LabelDependence(depends_from(position), depends_from(position + 1), in_place=compared == [position])
+    return LabelDependence(
+        depends_on_tokens_from(position), depends_on_tokens_from(position + 1), is_label_aligned=compared == [position]
+    )

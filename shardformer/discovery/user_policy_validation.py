@@ -33,7 +33,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
 from shardformer.sharding.apply import shard_for_validation
-from shardformer.sharding.checks import find_user_code_modules
+from shardformer.sharding.checks import iter_user_code_modules
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
@@ -56,7 +56,7 @@ def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: Reduced
     """Return advice on how to correct a policy whose sharded model computes different results."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
-        unlisted = _find_unlisted_attributes(policy, role, reduced)
+        unlisted = _describe_unlisted_attributes(policy, role, reduced)
         return (
             "Pass the linear layers that read the input as q, k and v, or as qkv, and the last one as out. Check that "
             f"num_heads={heads!r} is the head count of the forward pass, and list attributes that differ per rank in "
@@ -75,9 +75,9 @@ def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: Reduced
     return (f"Check {module_path}. " if module_path else "") + OF_DESCRIPTIONS
 
 
-def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
+def _describe_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
     """List attributes of an attention module that probably hold its head count but are missing in ``local_attrs``."""
-    numbers = trace_forward(reduced.model, reduced.run).numbers
+    numbers = trace_forward(reduced.model, reduced.forward_fn).accessed_int_attributes
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
     heads = role.num_heads or policy.num_heads
@@ -107,7 +107,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     copied = copy.copy(policy)
     copied.set_model(model)
     layers = [stack.layers for stack in copied.stacks()]
-    user_modules = dict(find_user_code_modules(model, layers))
+    user_modules = dict(iter_user_code_modules(model, layers))
     if not user_modules:
         return
     path, module = next(iter(user_modules.items()))
@@ -124,14 +124,14 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
 
 
 def _validate_registered_policy(
-    model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
+    model: nn.Module, policy_cls: type[Policy], layer_list_paths: list[str], user_code_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
     """Validate a policy without and with sequence parallelism, and return the reason for each failure or None."""
     try:
         reduced = reduced_model.reduce_model(model)
-        copy_user_code(reduced.model, user_modules)
-        lacks = _describe_user_code(user_modules) - _describe_user_code(
-            dict(find_user_code_modules(reduced.model, layers))
+        copy_user_code(reduced.model, user_code_modules)
+        lacks = _describe_user_code(user_code_modules) - _describe_user_code(
+            dict(iter_user_code_modules(reduced.model, layer_list_paths))
         )
         if lacks:
             return f"no reduced model can be built that contains {', '.join(sorted(lacks))}", None
@@ -140,15 +140,15 @@ def _validate_registered_policy(
         return error.what, None
     except Exception as error:
         return f"the reduced model does not run ({type(error).__name__}: {str(error)[:120]})", None
-    if (failure := validate_policy(reference, policy, TRIAL_RANKS)) is not None:
+    if (failure := validate_policy(reference, policy_cls, TRIAL_RANKS)) is not None:
         return failure, None
-    return None, validate_policy(reference, policy, TRIAL_RANKS, enable_sequence_parallelism=True)
+    return None, validate_policy(reference, policy_cls, TRIAL_RANKS, enable_sequence_parallelism=True)
 
 
-def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
+def copy_user_code(reduced: nn.Module, user_code_modules: dict[str, nn.Module]) -> None:
     """Copy the user's replacements of classes and `forward` methods from a model to its reduced model."""
     copied = dict(reduced.named_modules())
-    for path, module in user_modules.items():
+    for path, module in user_code_modules.items():
         other = copied.get(path)
         if other is None:
             continue
@@ -159,11 +159,11 @@ def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> No
             other.__dict__["forward"] = MethodType(method.__func__, other)
 
 
-def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
+def _describe_user_code(user_code_modules: dict[str, nn.Module]) -> set[str]:
     """Return a description of each module with user code: its class, and the function that replaced `forward`."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
-        for m in user_modules.values()
+        for m in user_code_modules.values()
         if "forward" not in vars(m) or hasattr(vars(m)["forward"], "__qualname__")
     }
 
@@ -180,8 +180,8 @@ MAX_TRIAL_NUMEL = 100_000_000
 class PolicyFailure:
     """The reason why a policy failed validation and, if known, the failing module and a remedy."""
 
-    what: str
-    at: str | None = None
+    problem: str
+    module_path: str | None = None
     remedy: str | None = None
 
 
@@ -235,12 +235,12 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_siz
 
 
 def _is_builtin_policy(plan: ShardingPlan, policy: Policy) -> bool:
-    user_modules = find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks])
+    user_modules = iter_user_code_modules(plan.model, [stack.layers for stack in plan.stacks])
     return type(policy).__module__.startswith("shardformer.") and next(user_modules, None) is None
 
 
 def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_size: int) -> PolicyError | None:
-    if code := next(_find_user_code_in_policy(plan, policy), None):
+    if code := next(_iter_user_code_in_policy(plan, policy), None):
         raise _ValidationImpossibleError(f"The policy contains user code: {code}.")
     try:
         with (
@@ -249,12 +249,12 @@ def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _PolicyValidator(*_make_trial_model(plan.model, policy, tensor_parallel_size)).find_policy_error()
+            return _PolicyValidator(*_build_trial_model(plan.model, policy, tensor_parallel_size)).find_policy_error()
     except PolicyError as error:  # no copy can be built or called
         raise _ValidationImpossibleError(error.what) from error
 
 
-def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
+def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
     """Copy a small model, or build a reduced version of a large one, on which to validate the policy."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
@@ -262,8 +262,8 @@ def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: in
             raise _ValidationImpossibleError(
                 f"The model is too large to validate: {numel:,} parameters over {tensor_parallel_size} ranks."
             )
-        return reduced_model.copy_small_model(model), policy, tensor_parallel_size
-    if not _refers_to_head_counts_by_name(policy):
+        return reduced_model.copy_as_reduced_model(model), policy, tensor_parallel_size
+    if not _has_named_head_counts(policy):
         raise _ValidationImpossibleError(
             "The policy specifies head counts as numbers, which cannot be validated for a model with more than "
             f"{SMALL_NUMEL:,} parameters. Specify config fields or attributes instead."
@@ -274,7 +274,7 @@ def _make_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: in
     return reduced, policy, min(tensor_parallel_size, MAX_TRIAL_RANKS)
 
 
-def _refers_to_head_counts_by_name(policy: Policy) -> bool:
+def _has_named_head_counts(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
     roles = [*policy.unstacked_blocks, *(role for stack in get_layer_stacks(policy) for role in stack.blocks)]
@@ -282,7 +282,7 @@ def _refers_to_head_counts_by_name(policy: Policy) -> bool:
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
 
-def _find_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
+def _iter_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
     """Yield a description of each part of a policy that may change the model intentionally, such as a user's class."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
@@ -299,9 +299,9 @@ class _LowPrecisionDetector(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self.seen: torch.dtype | None = None
         for module in model.modules():
-            module.register_forward_pre_hook(self._check_autocast)
+            module.register_forward_pre_hook(self._record_autocast_dtype)
 
-    def _check_autocast(self, *_: Any) -> None:
+    def _record_autocast_dtype(self, *_: Any) -> None:
         if torch.is_autocast_enabled("cpu"):
             self.seen = torch.get_autocast_dtype("cpu")
 
@@ -319,13 +319,13 @@ class _PolicyValidator:
     Raises _ValidationImpossibleError if the copy is not deterministic.
     """
 
-    def __init__(self, reduced: ReducedModel, policy: Policy, tensor: int) -> None:
-        self._reduced, self._policy, self._tensor = reduced, policy, tensor
+    def __init__(self, reduced: ReducedModel, policy: Policy, tp_size: int) -> None:
+        self._reduced, self._policy, self._tensor = reduced, policy, tp_size
         try:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
-            first = reduced_model.ReferenceGradients.from_model(native, reduced.run)
+            first = reduced_model.ReferenceGradients.from_model(native, reduced.forward_fn)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
-                again = reduced_model.compute_probe_loss(reduced.run(native)).item()
+                again = reduced_model.compute_probe_loss(reduced.forward_fn(native)).item()
             copy_with_shared_weights(reduced.model)
         except Exception as error:
             raise _ValidationImpossibleError(validation.summarize_error(error)) from error
@@ -333,7 +333,7 @@ class _PolicyValidator:
             raise _ValidationImpossibleError(
                 "The model is not deterministic: two forward passes with the same batch differ."
             )
-        self._draws_random_numbers = _draws_random_numbers(native, reduced)
+        self._draws_random_numbers = _is_forward_random(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
             raise _ValidationImpossibleError(
@@ -359,9 +359,11 @@ class _PolicyValidator:
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"The policy does not match the model: sharded by {by}, {model} {fault.what}.",
+            f"The policy does not match the model: sharded by {by}, {model} {fault.problem}.",
             rule=RULE,
-            remedy=(fault.remedy or suggest_policy_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
+            remedy=(fault.remedy or suggest_policy_fix(self._policy, role, self._reduced, fault.module_path)).rstrip(
+                "."
+            )
             + ". If the difference is intended, set validate = False in the policy.",
         )
 
@@ -386,15 +388,15 @@ class _PolicyValidator:
         models = [copy_with_shared_weights(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
-        def train(context: ParallelContext) -> None:
+        def train_on_rank(context: ParallelContext) -> None:
             model = models[context.tensor.rank]
-            self._shard_with_copy(policy, model, context)
+            self._shard_with_policy_copy(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _add_comparison_hooks(model, expected_outputs, first)
             validation.compare_training(self._reference, model)
 
         try:
-            run_as_threads(train, tensor=self._tensor, in_turn=True)
+            run_as_threads(train_on_rank, tensor=self._tensor, in_turn=True)
             return None
         except _ValidationImpossibleError:
             raise
@@ -402,7 +404,7 @@ class _PolicyValidator:
             if expected_outputs is None:
                 return self._find_training_failure(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
-            if not (problem := validation.describe_failure(difference)).startswith("the output"):
+            if not (problem := validation.format_failure_clause(difference)).startswith("the output"):
                 return PolicyFailure(f"trains differently: {problem}" + (f", as does {at!r}" if at else ""), at)
             return PolicyFailure("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
@@ -410,11 +412,11 @@ class _PolicyValidator:
         except ShardFormerError as error:  # an option or input error, which the real forward pass will raise again
             raise _ValidationImpossibleError(error.what) from error
         except Exception as error:  # a forward pass with wrong shards may raise anything
-            at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
+            at = next((found for model in models if (found := validation.find_failing_module_path(error, model))), None)
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
             return PolicyFailure(f"does not run: {validation.summarize_error(error)}{where}", at)
 
-    def _shard_with_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
+    def _shard_with_policy_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """Shard a model with a copy of the policy, and raise _ValidationImpossibleError if that fails.
 
         Sharding the real model will raise the same error again.
@@ -429,33 +431,33 @@ class _PolicyValidator:
             raise _ValidationImpossibleError(validation.summarize_error(error)) from error
 
 
-def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
+def _is_forward_random(model: nn.Module, reduced: ReducedModel) -> bool:
     """Return whether a forward pass of the model changes the random state of torch."""
     states: list[Tensor] = []
     model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
     with torch.no_grad():
-        reduced.run(model)
+        reduced.forward_fn(model)
     return not torch.equal(states[0], states[-1])
 
 
 def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
     """Yield each role of a policy, such as an ``Attention``, and a policy that contains only this role."""
 
-    def with_only(**fields: Any) -> RolePolicy:
+    def make_single_role_policy(**policy_fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
         names = ("stack", "embeddings", "head", "unstacked_blocks", "submodels", "keep_replicated")
-        vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated_paths": lambda: None})
+        vars(single).update({**dict.fromkeys(names, ()), **policy_fields, "replicated_paths": lambda: None})
         return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
     for stack in get_layer_stacks(policy):
         for role in stack.blocks:
-            yield role, with_only(stack=replace(stack, blocks=[role]))
+            yield role, make_single_role_policy(stack=replace(stack, blocks=[role]))
     for role in policy.unstacked_blocks:
-        yield role, with_only(unstacked_blocks=[role])
+        yield role, make_single_role_policy(unstacked_blocks=[role])
     for kind, paths in {"embeddings": policy.embeddings, "head": policy.head}.items():
         if paths:
-            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**{kind: paths})
+            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", make_single_role_policy(**{kind: paths})
 
 
 def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
@@ -463,31 +465,31 @@ def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
     model = copy_with_shared_weights(reduced.model)
     outputs: dict[str, Tensor] = {}
 
-    def store(path: str, output: Any) -> None:
-        if path not in outputs and (first := _get_first_tensor(output)) is not None:
-            outputs[path] = first.detach().clone()
+    def record_output(module_path: str, module_output: Any) -> None:
+        if module_path not in outputs and (first := _get_first_tensor(module_output)) is not None:
+            outputs[module_path] = first.detach().clone()
 
     for path, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, out, path=path: store(path, out))
+        module.register_forward_hook(lambda _, __, out, path=path: record_output(path, out))
     with torch.no_grad():
-        reduced.run(model)
+        reduced.forward_fn(model)
     return outputs
 
 
-def _get_first_tensor(output: Any) -> Tensor | None:
-    return next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+def _get_first_tensor(model_output: Any) -> Tensor | None:
+    return next((x for x in tree_leaves(model_output) if isinstance(x, Tensor)), None)
 
 
-def _add_comparison_hooks(model: nn.Module, expected_outputs: dict[str, Tensor], different_modules: list[str]) -> None:
-    """Add hooks that append the path of each module with an unexpected output to ``different_modules``."""
+def _add_comparison_hooks(model: nn.Module, expected_outputs: dict[str, Tensor], mismatched_paths: list[str]) -> None:
+    """Add hooks that append the path of each module with an unexpected output to ``mismatched_paths``."""
 
-    def note(path: str, output: Any) -> None:
-        x, y = _get_first_tensor(output), expected_outputs.get(path)
+    def compare_output(module_path: str, module_output: Any) -> None:
+        x, y = _get_first_tensor(module_output), expected_outputs.get(module_path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
             return  # sharded logits would be gathered, but the other ranks would not take part
         if max_abs_difference(x.detach(), y) > RELATIVE * y.abs().max():
-            different_modules.append(path)
+            mismatched_paths.append(module_path)
 
     for path, module in model.named_modules():
         if path:
-            module.register_forward_hook(lambda _, __, out, path=path: note(path, out))
+            module.register_forward_hook(lambda _, __, out, path=path: compare_output(path, out))

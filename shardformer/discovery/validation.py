@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.context_parallel.method import RingSizes
+from shardformer.context_parallel.method import ContextParallelSizes
 from shardformer.discovery import reduced_model
 from shardformer.discovery.example_inputs import Forward, make_forward_fn
-from shardformer.discovery.forward_trace import StackCallRecord
+from shardformer.discovery.forward_trace import LayerListTrace
 from shardformer.discovery.reduced_model import (
     RELATIVE,
     ReducedModel,
@@ -35,13 +35,13 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.module_paths import LIBRARIES
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, map_tensors_to_layers, map_tensors_to_stages
-from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_placeholder
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_all_nan
 from shardformer.pipeline.stage_manager import copy_first_layer_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.sharding.apply import shard_for_validation
-from shardformer.sharding.apply_context_parallel import ContextParallelTrialResult, explain_unsupported_attention
+from shardformer.sharding.apply_context_parallel import ContextParallelTrialResult, get_unsupported_attention_reason
 from shardformer.sharding.apply_tensor_grid import (
     ArgumentSamples,
     find_modules_with_extra_inputs,
@@ -53,7 +53,7 @@ from shardformer.torch_compat import tree_leaves
 MAX_ERROR_CHARS = 160  # largest number of characters to quote from the errors of other code
 
 
-def format_error(error: BaseException) -> str:
+def format_error_with_location(error: BaseException) -> str:
     """Format an error and its location in user code as one line, for use within a sentence."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
     return f"{text}{format_user_code_location(error)}"
@@ -72,7 +72,7 @@ def format_user_code_location(error: BaseException) -> str:
     return f", in {shown}, line {number}" + (f": `{code}`" if code else "")
 
 
-def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
+def find_failing_module_path(error: BaseException, model: nn.Module) -> str | None:
     """Return the path of the innermost module whose forward pass raised an error, or None."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
@@ -84,7 +84,7 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {get_first_message_line(error)[:MAX_ERROR_CHARS]}"
 
 
-def describe_failure(error: Exception) -> str:
+def format_failure_clause(error: Exception) -> str:
     """Return the message of a failed validation as a clause, without a full stop."""
     text = get_first_message_line(error)
     return error.what if isinstance(error, ShardFormerError) else text[:1].lower() + text[1:]
@@ -95,43 +95,45 @@ def _is_library_frame(frame: FrameType) -> bool:
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
-def validate_policy(reference: ReferenceGradients, policy: type[Policy], num_ranks: int, **options: bool) -> str | None:
+def validate_policy(
+    reference: ReferenceGradients, policy_cls: type[Policy], num_ranks: int, **shard_config_options: bool
+) -> str | None:
     """Train a model sharded with a policy, and return the first difference from unsharded training, or None.
 
     Args:
-        options: boolean options of ``ShardConfig``.
+        shard_config_options: boolean options of ``ShardConfig``.
     """
 
-    def shard(model: nn.Module, context: ParallelContext) -> None:
-        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # boolean options only
-        shard_for_validation(model, config, policy())
+    def shard_on_rank(model: nn.Module, context: ParallelContext) -> None:
+        config = ShardConfig(context=context, **shard_config_options)  # type: ignore[arg-type]  # boolean options only
+        shard_for_validation(model, config, policy_cls())
 
-    return validate_sharding(reference, shard, tensor=num_ranks)
+    return validate_sharding(reference, shard_on_rank, tensor=num_ranks)
 
 
 def validate_sharding(
-    reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **axis_sizes: int
+    reference: ReferenceGradients, shard_fn: Callable[[nn.Module, ParallelContext], None], **axis_sizes: int
 ) -> str | None:
     """Train a sharded model on threads as ranks, and return the first difference from unsharded training, or None.
 
     Args:
-        shard: shards the model on one rank.
+        shard_fn: shards the model on one rank.
         axis_sizes: sizes of the axes of the device mesh.
     """
 
-    def train(context: ParallelContext) -> None:
+    def train_on_rank(context: ParallelContext) -> None:
         model = copy_with_shared_weights(reference.model)
-        shard(model, context)
+        shard_fn(model, context)
         for expected in (reference, *reference.further_batches):
             model.zero_grad()
             compare_training(expected, model)
 
     try:
-        run_as_threads(train, **axis_sizes, in_turn=True)
+        run_as_threads(train_on_rank, **axis_sizes, in_turn=True)
     except (TrainingMismatchError, ShardFormerError) as error:
-        return describe_failure(error)
+        return format_failure_clause(error)
     except Exception as error:  # a forward pass with wrong shards may raise anything
-        return f"the sharded model does not run ({format_error(error)})"
+        return f"the sharded model does not run ({format_error_with_location(error)})"
     return None
 
 
@@ -139,21 +141,21 @@ class TrainingMismatchError(Exception):
     """Raised if an output or a gradient of a sharded model differs from unsharded training."""
 
 
-def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
+def compare_training(reference: ReferenceGradients, sharded_model: nn.Module) -> None:
     """Run a forward and a backward pass of a sharded model, and compare the loss and gradients with a reference.
 
     Raises:
         TrainingMismatchError: if the loss or a gradient differs.
     """
-    loss = compute_probe_loss(reference.run(model))
+    loss = compute_probe_loss(reference.forward_fn(sharded_model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
             f"The output differs from that of the unsharded model: the test loss is {loss.item():.6g} instead of "
             f"{reference.loss:.6g}."
         )
     loss.backward()
-    specs, coords = get_shard_specs(model), get_metadata(model).coords
-    for name, param in model.named_parameters():
+    specs, coords = get_shard_specs(sharded_model), get_metadata(sharded_model).coords
+    for name, param in sharded_model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             found, other = ("a", "none") if expected is None else ("no", "one")
@@ -175,44 +177,44 @@ def get_layer_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
     return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
-def instantiate_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
+def instantiate_policy(policy_cls: type[RolePolicy], model: nn.Module) -> RolePolicy:
     """Instantiate a policy class for ``model`` on a single rank."""
-    out = policy()
+    out = policy_cls()
     out.set_model(model)
     out.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     return out
 
 
-def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
+def build_layer_sequence(model: nn.Module, policy_cls: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
     """Return the layers of several ``LayerStack`` objects, such as encoder and decoder, in execution order."""
-    with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
+    with_stacks: Any = type(policy_cls.__name__, (policy_cls,), {"stack": tuple(stacks)})
     return instantiate_policy(with_stacks, model).layer_sequence()
 
 
 def validate_pipeline_stages(
-    reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
+    reference: ReferenceGradients, policy_cls: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
     """Run a model in two pipeline stages, and return how it differs from the full model, or None.
 
     The stage boundary is placed after the first layer, before the last, halfway, and around the start of each stack.
     """
     try:
-        chain = build_layer_sequence(reference.model, policy, stacks)
+        chain = build_layer_sequence(reference.model, policy_cls, stacks)
         count = len(chain.layer_calls)
         if count < 2:
             return ONE_LAYER
-        ends = {1, count // 2, count - 1, *(at for start in chain.stack_starts for at in (start - 1, start))}
+        ends = {1, count // 2, count - 1, *(at for start in chain.stack_start_indices for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.further_batches):
-                _compare_stages(expected, chain, chain.get_stage_ranges([0, bound, count]))
+                _check_stages_match(expected, chain, chain.get_stage_layer_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
-        return describe_failure(error)
+        return format_failure_clause(error)
     except Exception as error:  # a forward pass of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
 
-def _compare_stages(
+def _check_stages_match(
     reference: ReferenceGradients, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
     owners = map_tensors_to_layers(reference.model, layer_sequence)
@@ -225,27 +227,30 @@ def _compare_stages(
         stages.append((model, StageForward(model, layer_sequence, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages
     _, payload = first_forward.run_stage_forward(
-        first, StageForwardState(layer_ranges[0], {}), lambda: reference.run(first)
+        first, StageForwardState(layer_ranges[0], {}), lambda: reference.forward_fn(first)
     )
     if payload is None:
         raise TrainingMismatchError("The forward pass did not call all layers of the first pipeline stage.")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_forward.run_stage_forward(
-        second, StageForwardState(layer_ranges[1], received), lambda: reference.run(second)
+        second, StageForwardState(layer_ranges[1], received), lambda: reference.forward_fn(second)
     )
-    _compare_outputs(reference, output)
+    _check_outputs_match(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
         raise TrainingMismatchError("A tensor that the first stage sends to the second stage receives no gradient.")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
-    _compare_gradients(reference.model, _sum_gradients(reference.model, [first, second]))
+    _check_gradients_match(reference.model, _sum_grads_over_stages(reference.model, [first, second]))
 
 
-def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
+def _check_outputs_match(reference: ReferenceGradients, last_stage_output: Any) -> None:
     """Compare the outputs of the last stage with those of the full model, and run the backward passes of both."""
-    expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
-    here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
+    expected, stage_outputs = (
+        _get_float_outputs(reference.forward_fn(reference.model)),
+        _get_float_outputs(last_stage_output),
+    )
+    here = [at for at, x in enumerate(stage_outputs) if not is_all_nan(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
         raise TrainingMismatchError("The output of the last stage depends on parameters of an earlier stage.")
     for at in here:
@@ -258,30 +263,30 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
         torch.stack(losses).sum().backward()
 
 
-def _compare_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    expected = _sum_gradients(model, [model])
+def _check_gradients_match(model: nn.Module, stage_gradients: Mapping[str, Tensor]) -> None:
+    expected = _sum_grads_over_stages(model, [model])
     model.zero_grad()
-    if expected.keys() != gradients.keys():
-        name = sorted(expected.keys() ^ gradients.keys())[0]
-        has_gradient = "with" if name in gradients else "without"
+    if expected.keys() != stage_gradients.keys():
+        name = sorted(expected.keys() ^ stage_gradients.keys())[0]
+        has_gradient = "with" if name in stage_gradients else "without"
         raise TrainingMismatchError(f"The parameter {name} has a gradient only {has_gradient} pipeline stages.")
     bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
-        if gradient.numel() and not max_abs_difference(gradient, gradients[name]) <= bounds[name]:
+        if gradient.numel() and not max_abs_difference(gradient, stage_gradients[name]) <= bounds[name]:
             raise TrainingMismatchError(f"The gradient of {name} over pipeline stages differs from the full model.")
 
 
-def _get_float_outputs(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(reduced_model.get_output_fields(output))
+def _get_float_outputs(model_output: Any) -> list[Tensor]:
+    leaves = tree_leaves(reduced_model.unwrap_model_output(model_output))
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+def _sum_grads_over_stages(full_model: nn.Module, stage_models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the gradient of each parameter, summed over the pipeline stages that share the parameter."""
     first = {id(p): name for name, p in full_model.named_parameters()}
     names = {name: first[id(p)] for name, p in full_model.named_parameters(remove_duplicate=False)}
     sums: dict[str, Tensor] = {}
-    for model in models:
+    for model in stage_models:
         for name, p in model.named_parameters():
             if p.grad is not None:
                 sums[names[name]] = sums[names[name]] + p.grad if names[name] in sums else p.grad.clone()
@@ -289,7 +294,7 @@ def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[s
 
 
 @dataclass(frozen=True)
-class ContextValidationResult:
+class ContextParallelValidationResult:
     """The result of validating context parallelism on a reduced model."""
 
     failure: str | None  # why the sequence cannot be sharded, or None if validation passed
@@ -299,113 +304,133 @@ class ContextValidationResult:
 
 
 Result = TypeVar("Result")
-_CONTEXT_RESULTS: dict[Hashable, ContextValidationResult] = {}
+_CONTEXT_RESULTS: dict[Hashable, ContextParallelValidationResult] = {}
 
 
 def validate_context_parallel(
-    model: nn.Module, policy: Policy, sizes: RingSizes, *, allow_full_attention: bool = True
-) -> ContextValidationResult:
+    model: nn.Module, policy: Policy, ring_sizes: ContextParallelSizes, *, allow_full_attention: bool = True
+) -> ContextParallelValidationResult:
     """Validate context parallelism on a reduced model.
 
     Results are cached by config. No communication.
 
     Args:
         policy: the policy of the model, which is also used for the reduced model.
-        sizes: the ring and Ulysses sizes of the sequence axis.
+        ring_sizes: the ring and Ulysses sizes of the sequence axis.
         allow_full_attention: whether attention modules may be computed for the full sequence on every rank.
     """
-    sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
-    key = (reduced_model.make_validation_cache_key(model), sizes.ring, sizes.group, sizes.gathers, allow_full_attention)
+    ring_sizes = ContextParallelSizes(min(ring_sizes.ring, 2), min(ring_sizes.group, 2), ring_sizes.all_gather_kv)
+    key = (
+        reduced_model.make_validation_cache_key(model),
+        ring_sizes.ring,
+        ring_sizes.group,
+        ring_sizes.all_gather_kv,
+        allow_full_attention,
+    )
     return _get_cached_or_validate(
-        _CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, allow_full_attention)
+        _CONTEXT_RESULTS, key, lambda: _validate_context_uncached(model, policy, ring_sizes, allow_full_attention)
     )
 
 
 def _get_cached_or_validate(
-    results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]
+    result_cache: dict[Hashable, Result], cache_key: tuple[Hashable, ...], validate_fn: Callable[[], Result]
 ) -> Result:
     """Return the cached result of a validation. Run the validation if there is none, or if the model has no key."""
     with reduced_model.ONE_AT_A_TIME:
-        if key not in results:
+        if cache_key not in result_cache:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                result = validate()
-            if key[0] is None:
+                result = validate_fn()
+            if cache_key[0] is None:
                 return result
-            results[key] = result
-        return results[key]
+            result_cache[cache_key] = result
+        return result_cache[cache_key]
 
 
-def _validate_context(
-    model: nn.Module, policy: Policy, sizes: RingSizes, allow_full_attention: bool
-) -> ContextValidationResult:
+def _validate_context_uncached(
+    model: nn.Module, policy: Policy, ring_sizes: ContextParallelSizes, allow_full_attention: bool
+) -> ContextParallelValidationResult:
     try:
         reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
-        return ContextValidationResult(error.what)
+        return ContextParallelValidationResult(error.what)
     reference = reduced.compute_reference_gradients()
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
-    stacks = [StackCallRecord(reference, stack.layers) for stack in bound.stacks()]
+    stacks = [LayerListTrace(reference, stack.layers) for stack in bound.stacks()]
     if any(tokens.shape[0] != reduced.num_samples == tokens.shape[1] for tokens in stacks):
-        return ContextValidationResult("its layers take inputs of shape (sequence, batch, hidden)")
+        return ContextParallelValidationResult("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def train_with(findings: ContextParallelTrialResult, reference: ReferenceGradients) -> ContextValidationResult:
+    def validate_trial(
+        trial_result: ContextParallelTrialResult, reference: ReferenceGradients
+    ) -> ContextParallelValidationResult:
         runs: list[Any] = []
 
-        def shard(model: nn.Module, context: ParallelContext) -> None:
-            if not findings.is_whole:
-                context = context.reshape_axis("sequence", ring=sizes.ring, ulysses=sizes.group)
-            config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            shard_for_validation(model, config, copy.copy(policy), applies_rules=False, context=findings)
+        def shard_on_rank(model: nn.Module, context: ParallelContext) -> None:
+            if not trial_result.is_whole:
+                context = context.reshape_axis("sequence", ring=ring_sizes.ring, ulysses=ring_sizes.group)
+            config = ShardConfig(context=context, context_parallel="gather" if ring_sizes.all_gather_kv else "auto")
+            shard_for_validation(model, config, copy.copy(policy), apply_rules=False, context=trial_result)
             if context.rank == 0:
                 runs.append(get_metadata(model).context_run)
 
-        failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return ContextValidationResult(
-            failure, replace(findings, dims=runs[0].dims) if runs else ContextParallelTrialResult()
+        failure = validate_sharding(reference, shard_on_rank, sequence=ring_sizes.ring * ring_sizes.group)
+        return ContextParallelValidationResult(
+            failure, replace(trial_result, dims=runs[0].dims) if runs else ContextParallelTrialResult()
         )
 
-    not_dispatched = explain_unsupported_attention(reduced.model)
+    not_dispatched = get_unsupported_attention_reason(reduced.model)
     failure = ""
     candidates = list(
-        _iter_context_candidates(
-            reduced.model, stacks, is_dispatched=not_dispatched is None, allow_full_attention=allow_full_attention
+        _iter_full_sequence_candidates(
+            reduced.model,
+            stacks,
+            is_attention_dispatched=not_dispatched is None,
+            allow_full_attention=allow_full_attention,
         )
     )
     candidates += [replace(candidate, reads_between=True) for candidate in candidates]
     for findings in candidates:
-        result = train_with(findings, reference)
-        if result.failure is None:
-            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated_inputs(None)))
-        failure = failure or result.failure
-    for findings in candidates if reference.further_batches else ():
-        result = train_with(findings, replace(reference, further_batches=()))
+        result = validate_trial(findings, reference)
         if result.failure is None:
             return replace(
-                result, findings=replace(result.findings, unproven=reduced.explain_unvalidated_inputs(failure))
+                result, findings=replace(result.findings, unproven=reduced.get_unvalidated_input_reasons(None))
+            )
+        failure = failure or result.failure
+    for findings in candidates if reference.further_batches else ():
+        result = validate_trial(findings, replace(reference, further_batches=()))
+        if result.failure is None:
+            return replace(
+                result, findings=replace(result.findings, unproven=reduced.get_unvalidated_input_reasons(failure))
             )
     if not_dispatched is not None:
         failure = f"it {not_dispatched}, and {failure or 'no module was found that mixes tokens'}"
-    return ContextValidationResult(failure)
+    return ContextParallelValidationResult(failure)
 
 
-def _iter_context_candidates(
-    model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
+def _iter_full_sequence_candidates(
+    model: nn.Module,
+    layer_list_traces: Sequence[LayerListTrace],
+    *,
+    is_attention_dispatched: bool,
+    allow_full_attention: bool,
 ) -> Iterator[ContextParallelTrialResult]:
     """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
-    if is_dispatched:
+    if is_attention_dispatched:
         yield ContextParallelTrialResult()
     classes = find_attention_classes(model)
 
-    def attends(layer: str, name: str) -> bool:
-        return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
+    def is_attention(layer_path: str, child_name: str) -> bool:
+        return any(type(inner) in classes for inner in model.get_submodule(f"{layer_path}.{child_name}").modules())
 
-    children = [(t.layers, layer, name) for t in stacks for layer, name in t.iter_callable_children()]
-    attending = _remove_duplicates((layers, name) for layers, layer, name in children if attends(layer, name))
+    children = [(t.layers, layer, name) for t in layer_list_traces for layer, name in t.iter_layer_children()]
+    attending = _remove_duplicates((layers, name) for layers, layer, name in children if is_attention(layer, name))
     mixing = _remove_duplicates(
-        (t.layers, name) for t in stacks for layer, name in t.find_token_mixing_modules() if not attends(layer, name)
+        (t.layers, name)
+        for t in layer_list_traces
+        for layer, name in t.find_token_mixing_modules()
+        if not is_attention(layer, name)
     )
-    if is_dispatched and mixing:
+    if is_attention_dispatched and mixing:
         yield ContextParallelTrialResult(gathers=mixing)
     if allow_full_attention:
         yield from (
@@ -420,18 +445,20 @@ def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 
 
 @dataclass(frozen=True)
-class GridValidationResult:
+class TensorGridValidationResult:
     """The result of validating 2D, 2.5D or 3D tensor parallelism on a reduced model."""
 
     failure: str | None  # why the model cannot be sharded over the grid, or None if validation passed
-    samples: ArgumentSamples = field(default_factory=dict)  # the batch dim of each attention argument, or None
-    unproven: Mapping[str, str] = field(default_factory=dict)  # why the layout was not validated with an input
+    sample_dims: ArgumentSamples = field(default_factory=dict)  # the batch dim of each attention argument, or None
+    unvalidated_inputs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # why the layout was not validated with an input
 
 
-_GRID_RESULTS: dict[Hashable, GridValidationResult] = {}
+_GRID_RESULTS: dict[Hashable, TensorGridValidationResult] = {}
 
 
-def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidationResult:
+def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> TensorGridValidationResult:
     """Validate 2D, 2.5D or 3D tensor parallelism on a reduced model.
 
     Axes with more than one rank are validated with two ranks. Results are cached by config. No communication.
@@ -442,54 +469,57 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
     key = (reduced_model.make_validation_cache_key(model), grid.mode, sizes)
-    return _get_cached_or_validate(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
+    return _get_cached_or_validate(_GRID_RESULTS, key, lambda: _validate_grid_uncached(model, policy, grid.mode, axes))
 
 
-def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidationResult:
+def _validate_grid_uncached(
+    model: nn.Module, policy: Policy, grid_mode: str, axis_sizes: dict[str, int]
+) -> TensorGridValidationResult:
     try:
         reduced = reduced_model.reduce_model(model)
     except PolicyError as error:
-        return GridValidationResult(error.what)
-    larger_batch_run = _make_larger_batch_forward(reduced)
+        return TensorGridValidationResult(error.what)
+    larger_batch_run = _make_larger_batch_forward_fn(reduced)
     reference = reduced.compute_reference_gradients(larger_batch_run)
-    total = sizes["row"] * sizes["column"] * sizes["depth"]
+    total = axis_sizes["row"] * axis_sizes["column"] * axis_sizes["depth"]
 
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({})))
-    samples = _find_batch_dims_of_arguments(
+    samples = _find_argument_batch_dims(
         reduced, larger_batch_run, find_modules_with_extra_inputs(bound), [s.layers for s in bound.stacks()]
     )
 
-    def shard(model: nn.Module, context: ParallelContext) -> None:
-        config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
+    def shard_on_rank(model: nn.Module, context: ParallelContext) -> None:
+        config = ShardConfig(context=context.reshape_axis("tensor", **axis_sizes), tensor_parallel_mode=grid_mode)
         shard_for_validation(model, config, copy.copy(policy), samples=samples)
 
-    failure = validate_sharding(reference, shard, tensor=total)
+    failure = validate_sharding(reference, shard_on_rank, tensor=total)
     if failure is None:
-        return GridValidationResult(None, samples, reduced.explain_unvalidated_inputs(None))
+        return TensorGridValidationResult(None, samples, reduced.get_unvalidated_input_reasons(None))
     if (
         reference.further_batches
-        and validate_sharding(replace(reference, further_batches=()), shard, tensor=total) is None
+        and validate_sharding(replace(reference, further_batches=()), shard_on_rank, tensor=total) is None
     ):
-        return GridValidationResult(None, samples, reduced.explain_unvalidated_inputs(failure))
-    return GridValidationResult(failure)
+        return TensorGridValidationResult(None, samples, reduced.get_unvalidated_input_reasons(failure))
+    return TensorGridValidationResult(failure)
 
 
-def _make_larger_batch_forward(reduced: ReducedModel) -> Forward:
+def _make_larger_batch_forward_fn(reduced: ReducedModel) -> Forward:
     """Return a function that runs a forward pass on the example batch plus one sample."""
     count = reduced.num_samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return make_forward_fn(reduced.model, more)
 
 
-def _find_batch_dims_of_arguments(
-    reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
+def _find_argument_batch_dims(
+    reduced: ReducedModel, larger_batch_forward_fn: Forward, attention_paths: list[str], layer_list_paths: list[str]
 ) -> ArgumentSamples:
     """Find the batch dim of each module argument, which is the dim that grows with the number of samples."""
     count = reduced.num_samples
     narrow, wide = (
-        _record_argument_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run)
+        _record_argument_shapes(reduced.model, run, attention_paths, layer_list_paths)
+        for run in (reduced.forward_fn, larger_batch_forward_fn)
     )
     samples: ArgumentSamples = {}
     for key, shape in narrow.items():
@@ -502,21 +532,22 @@ def _find_batch_dims_of_arguments(
 
 
 def _record_argument_shapes(
-    model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
+    model: nn.Module, forward_fn: Forward, attention_paths: list[str], layer_list_paths: list[str]
 ) -> dict[Any, tuple[int, ...]]:
     """Run a forward pass, and return the shapes of the tensors that attention modules and first layers receive."""
     found: dict[Any, tuple[int, ...]] = {}
-    layers = {path: next(model.get_submodule(path).children()) for path in stacks}
-    modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}
+    layers = {path: next(model.get_submodule(path).children()) for path in layer_list_paths}
+    modules = {**layers, **{path: model.get_submodule(path) for path in attention_paths}}
     with ExitStack() as hooks, torch.no_grad():
         for path, module in modules.items():
 
-            def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            def record_shapes(module: nn.Module, args: Any, kwargs: Any, module_path: str = path) -> None:
                 shapes = {
-                    make_argument_key(path, n): tuple(x.shape) for n, x in named_tensor_arguments(module, args, kwargs)
+                    make_argument_key(module_path, n): tuple(x.shape)
+                    for n, x in named_tensor_arguments(module, args, kwargs)
                 }
                 found.update(shapes)
 
-            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        run(model)
+            hooks.callback(module.register_forward_pre_hook(record_shapes, with_kwargs=True).remove)
+        forward_fn(model)
     return found

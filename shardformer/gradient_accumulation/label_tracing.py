@@ -23,91 +23,93 @@ from shardformer.torch_compat import tolist_or_ones
 
 
 @dataclass(frozen=True)
-class TensorSize:
+class SymbolicTensorSize:
     """A symbolic integer: the size of one dimension of a tensor in the micro-batch, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
     sign: int = 1
 
-    def compute_size(self, tensors: Tensors) -> int:
-        return self.sign * tensors[self.name].shape[self.dim]
+    def compute_size(self, micro_batch_tensors: Tensors) -> int:
+        return self.sign * micro_batch_tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def from_number(number: int, tensors: Tensors) -> TensorSize | int:
-        """Find a tensor dimension of size ``number`` and return its ``TensorSize``, or else return ``number``.
+    def from_number(size: int, micro_batch_tensors: Tensors) -> SymbolicTensorSize | int:
+        """Find a tensor dimension of size ``size`` and return its ``SymbolicTensorSize``, or else return ``size``.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
         """
-        if abs(number) > 1:
-            for name, tensor in tensors.items():
-                if abs(number) in tensor.shape[1:]:
-                    return TensorSize(name, 1 + tensor.shape[1:].index(abs(number)), 1 if number > 0 else -1)
-        return number
+        if abs(size) > 1:
+            for name, tensor in micro_batch_tensors.items():
+                if abs(size) in tensor.shape[1:]:
+                    return SymbolicTensorSize(name, 1 + tensor.shape[1:].index(abs(size)), 1 if size > 0 else -1)
+        return size
 
 
 @dataclass(frozen=True, eq=False)
-class BatchTensor:
+class BatchTensorExpression:
     """A symbolic expression for one of the tensors in a micro-batch."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
-class DerivedTensor:
+class DerivedTensorExpression:
     """A symbolic expression for the result of a torch function whose arguments were computed from a micro-batch.
 
     Args:
-        item: index of the result, if the function returns several.
-        writes: whether the function writes its result into its first argument.
+        output_index: index of the result, if the function returns several.
+        is_write: whether the function writes its result into its first argument.
     """
 
-    func: Callable[..., Any]
+    fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    item: int | None = None
-    writes: bool = False
+    output_index: int | None = None
+    is_write: bool = False
 
 
-Expression = BatchTensor | DerivedTensor
+Expression = BatchTensorExpression | DerivedTensorExpression
 
 
 @torch.no_grad()
-def evaluate_expression(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
+def evaluate_expression(
+    expression: Expression, micro_batch_tensors: Tensors, cached_values: dict[int, Tensor] | None = None
+) -> Tensor:
     """Evaluate a symbolic expression on the tensors of a micro-batch."""
-    values = {} if values is None else values
-    if id(expression) in values:
-        return values[id(expression)]
-    if isinstance(expression, BatchTensor):
-        return tensors[expression.name]
+    cached_values = {} if cached_values is None else cached_values
+    if id(expression) in cached_values:
+        return cached_values[id(expression)]
+    if isinstance(expression, BatchTensorExpression):
+        return micro_batch_tensors[expression.name]
 
-    def evaluate_argument(x: Any) -> Any:
-        if isinstance(x, BatchTensor | DerivedTensor):
-            return evaluate_expression(x, tensors, values)
-        return x.compute_size(tensors) if isinstance(x, TensorSize) else x
+    def evaluate_argument(arg: Any) -> Any:
+        if isinstance(arg, BatchTensorExpression | DerivedTensorExpression):
+            return evaluate_expression(arg, micro_batch_tensors, cached_values)
+        return arg.compute_size(micro_batch_tensors) if isinstance(arg, SymbolicTensorSize) else arg
 
     args, kwargs = (
         _map_nested(expression.args, evaluate_argument),
         _map_nested(dict(expression.kwargs), evaluate_argument),
     )
-    if expression.writes:
+    if expression.is_write:
         args = (args[0].clone(), *args[1:])
-    result = expression.func(*args, **kwargs)
-    if expression.item is not None:
-        result = result[expression.item]
-    out: Tensor = args[0] if expression.writes else result
-    values[id(expression)] = out
+    result = expression.fn(*args, **kwargs)
+    if expression.output_index is not None:
+        result = result[expression.output_index]
+    out: Tensor = args[0] if expression.is_write else result
+    cached_values[id(expression)] = out
     return out
 
 
-def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(_map_nested(x, func) for x in value)
-    if type(value) is dict:
-        return {key: _map_nested(x, func) for key, x in value.items()}
-    if type(value) is slice:
-        return slice(_map_nested(value.start, func), _map_nested(value.stop, func), _map_nested(value.step, func))
-    return func(value)
+def _map_nested(nested: Any, fn: Callable[[Any], Any]) -> Any:
+    if type(nested) in (tuple, list):
+        return type(nested)(_map_nested(x, fn) for x in nested)
+    if type(nested) is dict:
+        return {key: _map_nested(x, fn) for key, x in nested.items()}
+    if type(nested) is slice:
+        return slice(_map_nested(nested.start, fn), _map_nested(nested.stop, fn), _map_nested(nested.step, fn))
+    return fn(nested)
 
 
 class _UnknownArgumentError(Exception):
@@ -120,64 +122,66 @@ class LabelTracer:
     Call ``record_function_call`` after each torch function.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+    def __init__(self, micro_batch_tensors: Tensors) -> None:
+        self._tensors = micro_batch_tensors
         self._expressions: Any = WeakIdKeyDictionary()  # does not keep tensors alive
-        for name, tensor in tensors.items():
-            self._expressions[tensor] = BatchTensor(name)
+        for name, tensor in micro_batch_tensors.items():
+            self._expressions[tensor] = BatchTensorExpression(name)
 
     def get_expression(self, tensor: Tensor) -> Expression | None:
         expression: Expression | None = self._expressions.get(tensor)
         return expression
 
     def record_function_call(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        is_write = is_inplace(func, kwargs)
+        is_write = is_inplace(fn, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
-        if written is None and not isinstance(out, Tensor | tuple | list):
+        if written is None and not isinstance(output, Tensor | tuple | list):
             return
-        derived = self._derive_expression(func, args, kwargs, is_write)
+        derived = self._derive_expression(fn, args, kwargs, is_write)
         if written is not None:
             self._store_expression(written, derived)
-        elif isinstance(out, Tensor):
-            self._store_expression(out, derived)
+        elif isinstance(output, Tensor):
+            self._store_expression(output, derived)
         elif derived is not None:
-            for i, part in enumerate(out):
+            for i, part in enumerate(output):
                 if isinstance(part, Tensor):
-                    self._store_expression(part, DerivedTensor(derived.func, derived.args, derived.kwargs, item=i))
+                    self._store_expression(
+                        part, DerivedTensorExpression(derived.fn, derived.args, derived.kwargs, output_index=i)
+                    )
 
-    def _store_expression(self, tensor: Tensor, derived: DerivedTensor | None) -> None:
-        if derived is not None:
-            self._expressions[tensor] = derived
+    def _store_expression(self, tensor: Tensor, derived_tensor: DerivedTensorExpression | None) -> None:
+        if derived_tensor is not None:
+            self._expressions[tensor] = derived_tensor
         elif tensor in self._expressions:
             del self._expressions[tensor]  # overwritten with an unknown value
 
     def _derive_expression(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
-    ) -> DerivedTensor | None:
-        name = getattr(func, "__name__", "")
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
+    ) -> DerivedTensorExpression | None:
+        name = getattr(fn, "__name__", "")
         if any(word in name for word in _RANDOM_OPS):
             return None
         num_known, has_sizes = 0, name in _OPS_WITH_SIZES
 
-        def to_expression(x: Any) -> Any:
+        def to_expression(arg: Any) -> Any:
             nonlocal num_known
-            if not isinstance(x, Tensor):
-                return TensorSize.from_number(x, self._tensors) if has_sizes and type(x) is int else x
-            expression = self.get_expression(x)
+            if not isinstance(arg, Tensor):
+                return SymbolicTensorSize.from_number(arg, self._tensors) if has_sizes and type(arg) is int else arg
+            expression = self.get_expression(arg)
             if expression is not None:
                 num_known += 1
                 return expression
-            if x.numel() > 1 or x.requires_grad:
+            if arg.numel() > 1 or arg.requires_grad:
                 raise _UnknownArgumentError
-            return x  # a scalar constant
+            return arg  # a scalar constant
 
         try:
             args, kwargs = _map_nested((tuple(args), dict(kwargs)), to_expression)
         except _UnknownArgumentError:
             return None
-        return DerivedTensor(func, args, kwargs, writes=is_write) if num_known else None
+        return DerivedTensorExpression(fn, args, kwargs, is_write=is_write) if num_known else None
 
 
 _RANDOM_OPS = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
@@ -193,26 +197,30 @@ class LabelTransform:
 
     Args:
         offset: number of leading entries of the last dimension to drop.
-        shifted: whether an ignored label is appended first, as in causal language models.
-        clamped: whether the labels are clamped to [0, ignored class], as in question answering.
+        is_shifted: whether an ignored label is appended first, as in causal language models.
+        is_clamped: whether the labels are clamped to [0, ignored class], as in question answering.
     """
 
     name: TensorPath
     offset: int = 0
-    shifted: bool = False
-    clamped: bool = False
+    is_shifted: bool = False
+    is_clamped: bool = False
 
-    def __call__(self, tensors: Tensors, ignore_index: int) -> Tensor:
-        labels = tensors[self.name]
-        if self.shifted:
+    def __call__(self, micro_batch_tensors: Tensors, ignore_index: int) -> Tensor:
+        labels = micro_batch_tensors[self.name]
+        if self.is_shifted:
             labels = F.pad(labels, (0, 1), value=ignore_index)
         if self.offset:
             labels = labels[..., self.offset :]
-        return (labels.clamp(0, ignore_index) if self.clamped else labels).reshape(-1)
+        return (labels.clamp(0, ignore_index) if self.is_clamped else labels).reshape(-1)
 
 
 def find_label_transforms(
-    target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used_transforms: Collection[LabelTransform]
+    target: Tensor,
+    micro_batch_tensors: Tensors,
+    ignore_index: int,
+    is_clamped: bool,
+    used_transforms: Collection[LabelTransform],
 ) -> list[LabelTransform]:
     """Find the transformations of micro-batch tensors that result in ``target``, most likely first.
 
@@ -221,27 +229,29 @@ def find_label_transforms(
     """
     flat = target.reshape(-1)
     used_names = {form.name for form in used_transforms}
-    forms = _list_candidate_transforms(flat.numel(), tensors, clamped)
-    matches = [form for form in forms if _has_equal_values(form(tensors, ignore_index), flat)]
+    forms = _iter_candidate_transforms(flat.numel(), micro_batch_tensors, is_clamped)
+    matches = [form for form in forms if _has_equal_values(form(micro_batch_tensors, ignore_index), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 
-def _list_candidate_transforms(num_labels: int, tensors: Tensors, clamped: bool) -> Iterator[LabelTransform]:
-    for name, tensor in tensors.items():
+def _iter_candidate_transforms(
+    num_labels: int, micro_batch_tensors: Tensors, is_clamped: bool
+) -> Iterator[LabelTransform]:
+    for name, tensor in micro_batch_tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
             continue
         length = tensor.shape[-1]
         rows = tensor.numel() // length
         if tensor.numel() == num_labels:
-            yield LabelTransform(name, clamped=clamped)
-            yield LabelTransform(name, offset=1, shifted=True, clamped=clamped)
+            yield LabelTransform(name, is_clamped=is_clamped)
+            yield LabelTransform(name, offset=1, is_shifted=True, is_clamped=is_clamped)
         elif 0 < num_labels < tensor.numel() and num_labels % rows == 0:
-            yield LabelTransform(name, offset=length - num_labels // rows, clamped=clamped)
+            yield LabelTransform(name, offset=length - num_labels // rows, is_clamped=is_clamped)
 
 
 def _has_equal_values(labels: Tensor, target: Tensor) -> bool:
     return labels.shape == target.shape and bool(tolist_or_ones((labels.to(target.device) == target).all()))
 
 
-def _has_label_name(name: TensorPath) -> bool:
-    return any(word in str(name) for word in ("label", "target", "position"))
+def _has_label_name(tensor_path: TensorPath) -> bool:
+    return any(word in str(tensor_path) for word in ("label", "target", "position"))

@@ -37,11 +37,11 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.label_tracing import (
     LabelTracer,
     LabelTransform,
-    TensorSize,
+    SymbolicTensorSize,
     evaluate_expression,
     find_label_transforms,
 )
-from shardformer.gradient_accumulation.micro_batches import Tensors, iterate_named_tensors, rebuild_container
+from shardformer.gradient_accumulation.micro_batches import Tensors, iter_named_tensors, rebuild_container
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import has_data, tolist_or_ones
 
@@ -74,24 +74,24 @@ class LossCall:
     """A recorded call of a loss function of ``torch.nn.functional``.
 
     Args:
-        named: arguments by name.
-        basis: the labels or weights, which determine the number of labels.
+        bound_arguments: arguments by name.
+        labels_or_weights: the labels or weights, which determine the number of labels.
         ignore_index: class index of ignored labels.
     """
 
-    func: Callable[..., Tensor]
+    loss_fn: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    named: Mapping[str, Any]
+    bound_arguments: Mapping[str, Any]
     reduction: str
-    basis: Tensor | None
+    labels_or_weights: Tensor | None
     ignore_index: int | None
 
     @classmethod
     def from_call_arguments(
-        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        cls, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LossCall:
-        bound = _signature(func).bind(*args, **kwargs)
+        bound = _signature(loss_fn).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
         reduction: str = named["reduction"]
@@ -99,13 +99,13 @@ class LossCall:
         if size_average is not None or reduce is not None:
             reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
         basis = named.get("target", named.get("targets"))
-        if func in _WEIGHT_NORMALIZED_LOSSES and named.get("weight") is not None:
+        if loss_fn in _WEIGHT_NORMALIZED_LOSSES and named.get("weight") is not None:
             basis = named["weight"]
-        return cls(func, args, kwargs, named, reduction, basis, named.get("ignore_index"))
+        return cls(loss_fn, args, kwargs, named, reduction, basis, named.get("ignore_index"))
 
     @property
     def name(self) -> str:
-        return str(getattr(self.func, "__name__", self.func))
+        return str(getattr(self.loss_fn, "__name__", self.loss_fn))
 
     @property
     def is_mean(self) -> bool:
@@ -114,33 +114,37 @@ class LossCall:
     @property
     def has_class_index_targets(self) -> bool:
         """Whether the target of the loss contains class indices."""
-        return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
+        return (
+            RECORDED_LOSSES[self.loss_fn] == "classes"
+            and self.labels_or_weights is not None
+            and not self.labels_or_weights.is_floating_point()
+        )
 
     @property
     def has_label_weights(self) -> bool:
-        return self.named.get("weight") is not None and (
-            self.has_class_index_targets or self.func in _WEIGHT_NORMALIZED_LOSSES
+        return self.bound_arguments.get("weight") is not None and (
+            self.has_class_index_targets or self.loss_fn in _WEIGHT_NORMALIZED_LOSSES
         )
 
     def compute_loss(self) -> Tensor:
         """Call the loss function with the recorded arguments."""
-        return self.func(*self.args, **self.kwargs)
+        return self.loss_fn(*self.args, **self.kwargs)
 
     def compute_mean_denominator(self) -> LossCount:
         """Return the denominator of a mean loss, such as the number of labels that are not ignored."""
         if self.has_class_index_targets or self.has_label_weights:
-            assert self.basis is not None
-            return self.count_labels(self.basis, self.ignore_index)
-        first: Tensor = next(iter(self.named.values()))
+            assert self.labels_or_weights is not None
+            return self.count_labels(self.labels_or_weights, self.ignore_index)
+        first: Tensor = next(iter(self.bound_arguments.values()))
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
-        if RECORDED_LOSSES[self.func] == "others":
+        if RECORDED_LOSSES[self.loss_fn] == "others":
             with torch.no_grad():
-                return self.compute_with_reduction("none").numel()
-        assert self.basis is not None
-        if RECORDED_LOSSES[self.func] == "elements":
-            return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
-        return self.basis.numel() // self._num_classes()  # class probabilities
+                return self.compute_loss_with_reduction("none").numel()
+        assert self.labels_or_weights is not None
+        if RECORDED_LOSSES[self.loss_fn] == "elements":
+            return int(torch.broadcast_shapes(first.shape, self.labels_or_weights.shape).numel())
+        return self.labels_or_weights.numel() // self._get_num_classes()  # class probabilities
 
     def count_labels(self, target_or_weights: Tensor, ignore_index: int | None) -> LossCount:
         """Return the denominator of a mean loss for a different target or weight tensor.
@@ -149,7 +153,7 @@ class LossCall:
         """
         if not has_data(target_or_weights):
             return target_or_weights.numel()
-        weight: Tensor | None = self.named.get("weight")
+        weight: Tensor | None = self.bound_arguments.get("weight")
         if not self.has_class_index_targets:
             return target_or_weights.detach().sum(dtype=torch.float64)
         counted = (
@@ -163,28 +167,30 @@ class LossCall:
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
-    def ignores_extra_class(self) -> bool:
+    def has_extra_ignored_class(self) -> bool:
         """Whether ``ignore_index`` equals the number of classes, as in question answering models."""
-        return self.has_class_index_targets and self.ignore_index == self._num_classes()
+        return self.has_class_index_targets and self.ignore_index == self._get_num_classes()
 
-    def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
+    def find_ignore_index(self, micro_batch_tensors: Tensors, other_micro_batch_tensors: Tensors) -> int | None:
         """Return the ``ignore_index`` for another micro-batch, where it may depend on the sequence length."""
-        if self.ignore_index is None or not self.ignores_extra_class:
+        if self.ignore_index is None or not self.has_extra_ignored_class:
             return self.ignore_index
-        size = TensorSize.from_number(self.ignore_index, tensors)
-        return size.compute_size(other_tensors) if isinstance(size, TensorSize) else size
+        size = SymbolicTensorSize.from_number(self.ignore_index, micro_batch_tensors)
+        return size.compute_size(other_micro_batch_tensors) if isinstance(size, SymbolicTensorSize) else size
 
-    def _num_classes(self) -> int:
-        if "linear_weight" in self.named:
-            return int(self.named["linear_weight"].shape[0])
-        logits: Tensor = self.named["input"]
+    def _get_num_classes(self) -> int:
+        if "linear_weight" in self.bound_arguments:
+            return int(self.bound_arguments["linear_weight"].shape[0])
+        logits: Tensor = self.bound_arguments["input"]
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
-    def compute_with_reduction(self, reduction: str) -> Tensor:
+    def compute_loss_with_reduction(self, reduction: str) -> Tensor:
         """Call the loss function with the recorded arguments but a different ``reduction``."""
-        arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
+        arguments = {
+            n: value for n, value in self.bound_arguments.items() if n not in ("size_average", "reduce", "reduction")
+        }
         first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
-        return self.func(*first, **arguments, reduction=reduction)
+        return self.loss_fn(*first, **arguments, reduction=reduction)
 
 
 _signature = cache(inspect.signature)
@@ -242,20 +248,20 @@ class MicroBatchLossScaler:
     def __init__(
         self,
         micro_batches: Sequence[Mapping[str, Any]],
-        sizes: Sequence[int],
+        micro_batch_sizes: Sequence[int],
         loss_weight: LossWeight | None = None,
         label_transforms: dict[int, LabelTransform] | None = None,
         data_axis: tuple[Axis, torch.device] | None = None,
         *,
-        counts: bool = False,
+        count_labels: bool = False,
     ) -> None:
-        assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
-        self._micro_batches, self._sizes = micro_batches, sizes
+        assert len(micro_batches) == len(micro_batch_sizes), (len(micro_batches), len(micro_batch_sizes))
+        self._micro_batches, self._sizes = micro_batches, micro_batch_sizes
         self._label_transforms = {} if label_transforms is None else label_transforms
         self._data_axis = data_axis if data_axis is not None and data_axis[0].size > 1 else None
         self._num_ranks = 1 if self._data_axis is None else self._data_axis[0].size
         self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
-        self._counts, self._weight = counts, 0.0
+        self._counts, self._weight = count_labels, 0.0
         self._weight_shares = None if loss_weight is None else self._compute_micro_batch_weights(loss_weight)
         self._losses: list[_LossLabelCounts] = []
         self._first: int | None = None
@@ -278,9 +284,7 @@ class MicroBatchLossScaler:
             self._losses = []
         self._forwards[micro_batch_index] = _RecordedLosses()
         needs_labels = micro_batch_index == self._first and not self._is_full_batch
-        trace = (
-            LabelTracer(dict(iterate_named_tensors(self._micro_batches[micro_batch_index]))) if needs_labels else None
-        )
+        trace = LabelTracer(dict(iter_named_tensors(self._micro_batches[micro_batch_index]))) if needs_labels else None
         self._recorder = _LossFunctionRecorder(self, micro_batch_index, trace)
         self._recorder.__enter__()
 
@@ -303,16 +307,16 @@ class MicroBatchLossScaler:
         forward = self._forwards.pop(micro_batch_index, _RecordedLosses())
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
-            raise make_not_sum_of_means_error(
+            raise make_unsupported_loss_error(
                 f"The model computed its loss without calling a loss function of torch.nn.functional{unreduced}.",
                 "Call one with reduction='mean', such as cross_entropy, or pass loss_weight.",
             )
         if loss.numel() != 1:
-            raise make_not_sum_of_means_error(
+            raise make_unsupported_loss_error(
                 f"The loss of micro-batch {micro_batch_index} must be a scalar, but has the shape {tuple(loss.shape)}."
             )
         if (count := len(forward.parts)) != (expected := len(self._losses)):
-            raise make_not_sum_of_means_error(
+            raise make_unsupported_loss_error(
                 "The model must call the same number of loss functions for each micro-batch, but called "
                 f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}.",
                 "Call the same functions for all samples, or pass loss_weight.",
@@ -326,8 +330,8 @@ class MicroBatchLossScaler:
         results = tolist_or_ones(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
             if not ok:
-                raise make_not_sum_of_means_error(problem())
-        self._check_summed_loss_is_not_divided()
+                raise make_unsupported_loss_error(problem())
+        self._check_summed_loss_not_divided()
 
     @property
     def num_counted_labels(self) -> float | None:
@@ -342,31 +346,33 @@ class MicroBatchLossScaler:
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
-    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, call: LossCall) -> Tensor:
+    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossCall) -> Tensor:
         """Record a call of a loss function in a micro-batch, and return its share of the full batch's loss."""
         forward = self._forwards[micro_batch_index]
-        forward.reductions.append(call.reduction)
+        forward.reductions.append(loss_call.reduction)
         if self._is_full_batch:
-            total = float(call.compute_mean_denominator()) if call.is_mean else 0.0
-            self._losses.append(_LossLabelCounts(call.name, call.is_mean, total=total))
-        if self._is_full_batch or call.reduction == "none":
-            return call.compute_loss()
+            total = float(loss_call.compute_mean_denominator()) if loss_call.is_mean else 0.0
+            self._losses.append(_LossLabelCounts(loss_call.name, loss_call.is_mean, total=total))
+        if self._is_full_batch or loss_call.reduction == "none":
+            return loss_call.compute_loss()
         loss_index = len(forward.parts)
         if micro_batch_index == self._first:
-            self._losses.append(_LossLabelCounts(call.name, call.is_mean))
-            if call.is_mean:
-                self._store_label_counts(self._losses[-1], micro_batch_index, label_tracer, call, loss_index)
+            self._losses.append(_LossLabelCounts(loss_call.name, loss_call.is_mean))
+            if loss_call.is_mean:
+                self._store_label_counts(self._losses[-1], micro_batch_index, label_tracer, loss_call, loss_index)
             else:
                 self.has_only_class_means = False
-        elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
-            raise make_not_sum_of_means_error(
+        elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [
+            (loss_call.name, loss_call.is_mean)
+        ]:
+            raise make_unsupported_loss_error(
                 "The model must call the same loss functions with the same reduction for each micro-batch, but "
-                f"micro-batch {micro_batch_index} uses {call.name}, unlike micro-batch {self._first}.",
+                f"micro-batch {micro_batch_index} uses {loss_call.name}, unlike micro-batch {self._first}.",
                 "Call the same functions for all samples, or pass loss_weight.",
             )
-        elif call.is_mean:
-            self._check_predicted_count(micro_batch_index, loss_index, call)
-        part = self._compute_loss_share(self._losses[loss_index], micro_batch_index, call)
+        elif loss_call.is_mean:
+            self._check_predicted_count(micro_batch_index, loss_index, loss_call)
+        part = self._compute_loss_share(self._losses[loss_index], micro_batch_index, loss_call)
         if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
@@ -377,21 +383,24 @@ class MicroBatchLossScaler:
         """Enable gradients during evaluation, to measure how much each recorded loss contributes to the total loss."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[micro_batch_index].parts else nullcontext()
 
-    def _compute_loss_share(self, loss_counts: _LossLabelCounts, micro_batch_index: int, call: LossCall) -> Tensor:
-        if not call.is_mean:
-            loss_counts.seen[micro_batch_index] = call.compute_mean_denominator()
-            return call.compute_loss() * self._num_ranks if self._data_axis is not None else call.compute_loss()
+    def _compute_loss_share(self, loss_counts: _LossLabelCounts, micro_batch_index: int, loss_call: LossCall) -> Tensor:
+        if not loss_call.is_mean:
+            loss_counts.seen[micro_batch_index] = loss_call.compute_mean_denominator()
+            loss = loss_call.compute_loss()
+            return loss * self._num_ranks if self._data_axis is not None else loss
         n, total = loss_counts.n_m[micro_batch_index], loss_counts.total
         if not total:  # the full batch's loss is NaN, too
-            return call.compute_loss()
-        return call.compute_loss() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0
+            return loss_call.compute_loss()
+        if not n:
+            return loss_call.compute_loss_with_reduction("sum") * 0.0
+        return loss_call.compute_loss() * (n * self._num_ranks / total)
 
     def _store_label_counts(
         self,
         loss_counts: _LossLabelCounts,
         micro_batch_index: int,
         label_tracer: LabelTracer | None,
-        call: LossCall,
+        loss_call: LossCall,
         loss_index: int,
     ) -> None:
         """Predict and store the number of labels that a mean loss counts in each micro-batch.
@@ -399,19 +408,19 @@ class MicroBatchLossScaler:
         If the prediction fails, this rank sends NaN to the other data ranks, which would otherwise wait for it.
         """
         try:
-            loss_counts.n_m = self._predict_label_counts(micro_batch_index, label_tracer, call, loss_index)
+            loss_counts.n_m = self._predict_label_counts(micro_batch_index, label_tracer, loss_call, loss_index)
         except ShardFormerError:
             self._sum_over_data_ranks(math.nan)
             raise
         loss_counts.total = self._sum_over_data_ranks(sum(loss_counts.n_m))
 
-    def _sum_over_data_ranks(self, value: float) -> float:
+    def _sum_over_data_ranks(self, local_value: float) -> float:
         if self._data_axis is None:
-            return value
+            return local_value
         axis, device = self._data_axis
-        summed = all_reduce(torch.tensor(value, dtype=torch.float64, device=device), axis, purpose="loss")
-        total = float(summed) if has_data(summed) else value * axis.size
-        if math.isnan(value) or not math.isnan(total):
+        summed = all_reduce(torch.tensor(local_value, dtype=torch.float64, device=device), axis, purpose="loss")
+        total = float(summed) if has_data(summed) else local_value * axis.size
+        if math.isnan(local_value) or not math.isnan(total):
             return total
         raise InputError(
             "Another data rank failed to count the labels of its loss.",
@@ -429,14 +438,14 @@ class MicroBatchLossScaler:
         return [weight * self._num_ranks / total for weight in weights]
 
     def _predict_label_counts(
-        self, first_index: int, label_tracer: LabelTracer | None, call: LossCall, loss_index: int
+        self, first_index: int, label_tracer: LabelTracer | None, loss_call: LossCall, loss_index: int
     ) -> list[float]:
-        here = call.compute_mean_denominator()
-        tensors = [dict(iterate_named_tensors(m)) for m in self._micro_batches]
-        n_m = self._predict_counts_from_labels(first_index, label_tracer, call, loss_index, tensors)
-        self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_class_index_targets
+        here = loss_call.compute_mean_denominator()
+        tensors = [dict(iter_named_tensors(m)) for m in self._micro_batches]
+        n_m = self._predict_counts_from_labels(first_index, label_tracer, loss_call, loss_index, tensors)
+        self.has_only_class_means = self.has_only_class_means and n_m is not None and loss_call.has_class_index_targets
         if n_m is None:
-            n_m = self._predict_counts_from_samples(first_index, call, here)
+            n_m = self._predict_counts_from_samples(first_index, loss_call, here)
         n_m[first_index] = here
         if any(isinstance(n, Tensor) for n in n_m):
             device = next(n.device for n in n_m if isinstance(n, Tensor))
@@ -447,21 +456,27 @@ class MicroBatchLossScaler:
         self,
         first_index: int,
         label_tracer: LabelTracer | None,
-        call: LossCall,
+        loss_call: LossCall,
         loss_index: int,
         micro_batch_tensors: list[dict[Any, Tensor]],
     ) -> list[Any] | None:
         """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
-        basis, here = call.basis, micro_batch_tensors[first_index]
+        basis, here = loss_call.labels_or_weights, micro_batch_tensors[first_index]
         if basis is None:
             return None
-        n, counts = call.compute_mean_denominator(), call.has_class_index_targets or call.has_label_weights
+        n, counts = (
+            loss_call.compute_mean_denominator(),
+            loss_call.has_class_index_targets or loss_call.has_label_weights,
+        )
 
-        def count(m: int, there: Tensor) -> LossCount:
+        def count_micro_batch_labels(micro_batch_index: int, label_tensor: Tensor) -> LossCount:
             if counts:
-                return call.count_labels(there.to(basis.device), call.find_ignore_index(here, micro_batch_tensors[m]))
+                return loss_call.count_labels(
+                    label_tensor.to(basis.device),
+                    loss_call.find_ignore_index(here, micro_batch_tensors[micro_batch_index]),
+                )
             assert isinstance(n, int)
-            return n * there.numel() // max(basis.numel(), 1)
+            return n * label_tensor.numel() // max(basis.numel(), 1)
 
         expression = None if label_tracer is None else label_tracer.get_expression(basis)
         if expression is not None:
@@ -469,40 +484,48 @@ class MicroBatchLossScaler:
                 bases = [evaluate_expression(expression, of_m) for of_m in micro_batch_tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
                 bases = []  # an expression with a fixed length, in a micro-batch of another length
-            if bases and _are_equal_tensors(bases[first_index], basis):
-                return [count(m, there) for m, there in enumerate(bases)]
-        if not call.has_class_index_targets:
+            if bases and _are_tensors_equal(bases[first_index], basis):
+                return [count_micro_batch_labels(m, there) for m, there in enumerate(bases)]
+        if not loss_call.has_class_index_targets:
             return None
-        ignore_index = -100 if call.ignore_index is None else call.ignore_index
+        ignore_index = -100 if loss_call.ignore_index is None else loss_call.ignore_index
         used = [form for i, form in self._label_transforms.items() if i < loss_index]
-        forms = find_label_transforms(basis, here, ignore_index, call.ignores_extra_class, used)
+        forms = find_label_transforms(basis, here, ignore_index, loss_call.has_extra_ignored_class, used)
         if not forms:
             return None
         form = self._label_transforms[loss_index] if self._label_transforms.get(loss_index) in forms else forms[0]
         self._label_transforms[loss_index] = form
-        there_m = [call.find_ignore_index(here, of_m) for of_m in micro_batch_tensors]
-        return [count(m, form(micro_batch_tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
+        there_m = [loss_call.find_ignore_index(here, of_m) for of_m in micro_batch_tensors]
+        return [
+            count_micro_batch_labels(m, form(micro_batch_tensors[m], ignore_index if i is None else i))
+            for m, i in enumerate(there_m)
+        ]
 
-    def _predict_counts_from_samples(self, first_index: int, call: LossCall, first_count: LossCount) -> list[Any]:
+    def _predict_counts_from_samples(self, first_index: int, loss_call: LossCall, first_count: LossCount) -> list[Any]:
         """Predict the number of labels of each micro-batch from its number of samples, if no label is ignored."""
         size = self._sizes[first_index]
-        full = call.basis.numel() if call.has_class_index_targets and call.basis is not None else None
-        if call.has_label_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
-            shape = None if call.basis is None else tuple(call.basis.shape)
-            raise make_not_sum_of_means_error(
-                f"{call.name} counts {float(first_count):g} labels in micro-batch {first_index}, but the micro-batch "
+        full = (
+            loss_call.labels_or_weights.numel()
+            if loss_call.has_class_index_targets and loss_call.labels_or_weights is not None
+            else None
+        )
+        if loss_call.has_label_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
+            shape = None if loss_call.labels_or_weights is None else tuple(loss_call.labels_or_weights.shape)
+            raise make_unsupported_loss_error(
+                f"{loss_call.name} counts {float(first_count):g} labels in micro-batch {first_index}, but the "
+                "micro-batch "
                 f"contains no tensor of shape {shape} with these labels.",
                 "Pass the labels in the batch, or pass loss_weight.",
             )
         return [int(first_count) // size * other for other in self._sizes]
 
-    def _check_predicted_count(self, micro_batch_index: int, loss_index: int, call: LossCall) -> None:
+    def _check_predicted_count(self, micro_batch_index: int, loss_index: int, loss_call: LossCall) -> None:
         expected, seen = (
             self._losses[loss_index].n_m[micro_batch_index],
-            torch.as_tensor(call.compute_mean_denominator()),
+            torch.as_tensor(loss_call.compute_mean_denominator()),
         )
-        name = call.name  # the deferred check must not keep the logits alive
-        self._check_or_defer(
+        name = loss_call.name  # the deferred check must not keep the logits alive
+        self._check_or_defer_on_gpu(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
                 f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
@@ -523,7 +546,7 @@ class MicroBatchLossScaler:
         bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
         value, expected = loss.detach().double(), values.sum()
         scale = value.abs() + values.abs().sum()
-        self._check_or_defer(  # NaN passes
+        self._check_or_defer_on_gpu(  # NaN passes
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {micro_batch_index} is {float(value):.6g}, but its mean losses sum to "
@@ -533,7 +556,7 @@ class MicroBatchLossScaler:
         )
         self._factors[micro_batch_index] = factors
         before = self._factors[next(iter(self._factors))]
-        self._check_or_defer(
+        self._check_or_defer_on_gpu(
             ~((factors - before).abs() > bound * before.abs()).any(),
             lambda: (
                 f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {micro_batch_index}, but "
@@ -550,7 +573,7 @@ class MicroBatchLossScaler:
         zero = loss.new_zeros((), dtype=torch.float64)
         return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
-    def _check_summed_loss_is_not_divided(self) -> None:
+    def _check_summed_loss_not_divided(self) -> None:
         """Raise ConfigError if the model divides a summed loss by the number of labels in a micro-batch."""
         for loss_index, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
@@ -558,23 +581,25 @@ class MicroBatchLossScaler:
             for m, n in n_m.items():
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
-                    raise make_not_sum_of_means_error(
+                    raise make_unsupported_loss_error(
                         f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}.",
                         "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 
-    def _check_or_defer(self, is_valid: Tensor, describe_problem: Problem) -> None:
+    def _check_or_defer_on_gpu(self, is_valid: Tensor, describe_problem_fn: Problem) -> None:
         """Raise ConfigError if ``is_valid`` is False. On a GPU, this check is deferred to ``run_deferred_checks``."""
         if is_valid.device.type != "cpu":
-            self._deferred_checks.append((is_valid, describe_problem))
+            self._deferred_checks.append((is_valid, describe_problem_fn))
         elif not tolist_or_ones(is_valid):
-            raise make_not_sum_of_means_error(describe_problem())
+            raise make_unsupported_loss_error(describe_problem_fn())
 
 
 class _LossFunctionRecorder(TorchFunctionMode):
-    def __init__(self, weights: MicroBatchLossScaler, index: int, trace: LabelTracer | None) -> None:
+    def __init__(
+        self, loss_scaler: MicroBatchLossScaler, micro_batch_index: int, label_tracer: LabelTracer | None
+    ) -> None:
         super().__init__()
-        self._weights, self._index, self._trace = weights, index, trace
+        self._weights, self._index, self._trace = loss_scaler, micro_batch_index, label_tracer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -589,11 +614,13 @@ class _LossFunctionRecorder(TorchFunctionMode):
         return out
 
 
-def _are_equal_tensors(x: Tensor, other: Tensor) -> bool:
-    return x.shape == other.shape and bool(tolist_or_ones((x.detach().to(other) == other.detach()).all()))
+def _are_tensors_equal(tensor: Tensor, other_tensor: Tensor) -> bool:
+    return tensor.shape == other_tensor.shape and bool(
+        tolist_or_ones((tensor.detach().to(other_tensor) == other_tensor.detach()).all())
+    )
 
 
-def make_not_sum_of_means_error(
+def make_unsupported_loss_error(
     problem: str, remedy: str = "Pass loss_weight, use reduction='sum', or add num_items_in_batch to the batch."
 ) -> ConfigError:
     return ConfigError(
@@ -610,11 +637,11 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 
 
 class GatherInTrialError(Exception):
-    """Raised if a loss function calls ``gather_over_data`` while ``loss_compares_samples`` tests it."""
+    """Raised if a loss function calls ``gather_over_data`` while ``does_loss_compare_samples`` tests it."""
 
 
 @torch.no_grad()
-def loss_compares_samples(
+def does_loss_compare_samples(
     loss_fn: Callable[..., Any], output: Any, batch: Any, batch_size: int, num_micro_batches: int
 ) -> bool:
     """Test whether ``loss_fn`` compares samples with each other, as a contrastive loss does.
@@ -651,21 +678,21 @@ def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: f
     return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 
 
-def _select_rows(value: Any, batch_size: int, begin: int, end: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[begin:end].clone() if value.dim() and value.shape[0] == batch_size else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+def _select_rows(nested: Any, batch_size: int, start: int, end: int) -> Any:
+    if isinstance(nested, Tensor):
+        return nested[start:end].clone() if nested.dim() and nested.shape[0] == batch_size else nested
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         fields = {
-            f.name: _select_rows(getattr(value, f.name), batch_size, begin, end)
-            for f in dataclasses.fields(value)
+            f.name: _select_rows(getattr(nested, f.name), batch_size, start, end)
+            for f in dataclasses.fields(nested)
             if f.init
         }
-        kind: Any = type(value)
+        kind: Any = type(nested)
         return kind(**fields)
-    if isinstance(value, Mapping):
+    if isinstance(nested, Mapping):
         return rebuild_container(
-            value, {name: _select_rows(each, batch_size, begin, end) for name, each in value.items()}
+            nested, {name: _select_rows(each, batch_size, start, end) for name, each in nested.items()}
         )
-    if isinstance(value, (list, tuple)):
-        return rebuild_container(value, [_select_rows(each, batch_size, begin, end) for each in value])
-    return value
+    if isinstance(nested, (list, tuple)):
+        return rebuild_container(nested, [_select_rows(each, batch_size, start, end) for each in nested])
+    return nested

@@ -47,31 +47,33 @@ def get_special_token_ids(config: Any) -> dict[str, int]:
     return {n: x for n, x in fields.items() if n.endswith(("_token_id", "_token_index")) and type(x) is int}
 
 
-def find_patch_inputs(batch: Mapping[Any, Any]) -> set[str]:
+def find_patch_input_names(batch: Mapping[Any, Any]) -> set[str]:
     """Return the names of inputs with one row per image patch, and of the grids that describe these patches."""
     names = set()
-    for grid, patch_counts in _iterate_patch_grids(batch):
+    for grid, patch_counts in _iter_patch_grids(batch):
         flat = [
-            name for name in _list_inputs_of_length(batch, sum(patch_counts)) if name not in (grid, MEDIA_TOKEN_FIELDS)
+            name
+            for name in _get_input_names_of_length(batch, sum(patch_counts))
+            if name not in (grid, MEDIA_TOKEN_FIELDS)
         ]
         names |= {grid, *flat} if flat else set()
     return names
 
 
-def find_row_ends_of_samples(batch: Mapping[Any, Any], num_samples: int, media_token_ids: Ids) -> dict[str, Ends]:
+def find_sample_row_ends(batch: Mapping[Any, Any], num_samples: int, media_token_ids: Ids) -> dict[str, Ends]:
     """Find which rows belong to each sample, for inputs that do not have one row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, patch_counts in [*_iterate_patch_grids(batch), *_iterate_count_inputs(batch, num_samples)]:
-        names = _find_per_patch_inputs(batch, grid, sum(patch_counts), num_samples)
+    for grid, patch_counts in [*_iter_patch_grids(batch), *_iter_row_count_inputs(batch, num_samples)]:
+        names = _find_per_patch_input_names(batch, grid, sum(patch_counts), num_samples)
         if not names:
             continue
-        images = _find_image_ends_of_samples(batch, grid, patch_counts, num_samples, media_token_ids)
+        images = _find_sample_image_ends(batch, grid, patch_counts, num_samples, media_token_ids)
         patches = [0, *accumulate(patch_counts)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(patch_counts), num_samples), images)
+        found |= dict.fromkeys(_iter_per_image_input_names(batch, grid, len(patch_counts), num_samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
                 why = f"The input {name} matches both {grid} and another grid."
@@ -79,36 +81,38 @@ def find_row_ends_of_samples(batch: Mapping[Any, Any], num_samples: int, media_t
     return ends
 
 
-def _iterate_patch_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
+def _iter_patch_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield the name of each grid input, such as ``image_grid_thw``, and the number of patches of each image."""
     for name, x in batch.items():
-        if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
+        if isinstance(name, str) and "grid" in name and _is_integer_tensor(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, tolist_or_ones(x.prod(-1))
 
 
-def _iterate_count_inputs(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
+def _iter_row_count_inputs(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
     """Yield the name and values of inputs that list how many rows each sample has in another input."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
-        if words & set(COUNTS) and _is_integer(x) and x.shape == (num_samples,):
+        if words & set(COUNTS) and _is_integer_tensor(x) and x.shape == (num_samples,):
             yield name, tolist_or_ones(x)
 
 
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
+def _is_integer_tensor(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
-def _list_inputs_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
+def _get_input_names_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
     return [name for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == length]
 
 
-def _has_same_modality(name: str, grid_name: str) -> bool:
-    return ("video" in name or "second" in name) == ("video" in grid_name)
+def _has_same_modality(input_name: str, grid_name: str) -> bool:
+    return ("video" in input_name or "second" in input_name) == ("video" in grid_name)
 
 
-def _find_per_patch_inputs(batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int) -> list[str]:
+def _find_per_patch_input_names(
+    batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int
+) -> list[str]:
     """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
-    names = [name for name in _list_inputs_of_length(batch, num_patches) if name != grid_name]
+    names = [name for name in _get_input_names_of_length(batch, num_patches) if name != grid_name]
     names = [name for name in names if _has_same_modality(name, grid_name)] or names
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
         return []  # one row per sample
@@ -118,7 +122,7 @@ def _find_per_patch_inputs(batch: Mapping[Any, Any], grid_name: str, num_patches
     return names
 
 
-def _iterate_per_image_inputs(
+def _iter_per_image_input_names(
     batch: Mapping[Any, Any], grid_name: str, num_images: int, num_samples: int
 ) -> Iterator[str]:
     """Yield the names of inputs with one row or number per image, except for the patch grid ``grid_name``."""
@@ -136,7 +140,7 @@ def _iterate_per_image_inputs(
             yield name
 
 
-def _find_image_ends_of_samples(
+def _find_sample_image_ends(
     batch: Mapping[Any, Any], grid_name: str, patch_counts: Sequence[int], num_samples: int, media_token_ids: Ids
 ) -> Ends:
     if batch[grid_name].dim() == 1:
@@ -161,17 +165,17 @@ def _count_media_tokens(batch: Mapping[Any, Any], grid_name: str, media_token_id
     kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
     of = "video" if "video" in grid_name else "audio" if "audio" in grid_name else "image"
     if isinstance(kinds, Tensor):
-        return [_count_token_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
+        return [_count_token_per_sample(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
     if not isinstance(tokens, Tensor):
         return [], False
     known = [token for name, token in media_token_ids.items() if name.startswith(f"{of}_token")]
-    named = [counts for token in known if sum(counts := _count_token_per_row(tokens, token))]
+    named = [counts for token in known if sum(counts := _count_token_per_sample(tokens, token))]
     if named:
         return named[:1], True
-    return [_count_token_per_row(tokens, token) for token in tolist_or_ones(tokens.unique())], False
+    return [_count_token_per_sample(tokens, token) for token in tolist_or_ones(tokens.unique())], False
 
 
-def _count_token_per_row(token_ids: Tensor, token_id: int) -> list[int]:
+def _count_token_per_sample(token_ids: Tensor, token_id: int) -> list[int]:
     return list(tolist_or_ones((token_ids == token_id).flatten(1).sum(-1)))
 
 
@@ -197,9 +201,9 @@ def _assign_images_to_samples(token_counts: Sequence[int], patch_counts: Sequenc
     return [end for end in ends if end is not None] if None not in ends else None
 
 
-def _make_ambiguous_rows_error(batch: Mapping[Any, Any], name: str, num_samples: int, reason: str) -> InputError:
+def _make_ambiguous_rows_error(batch: Mapping[Any, Any], input_name: str, num_samples: int, reason: str) -> InputError:
     return InputError(
-        f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
+        f"The rows of the input {input_name} of shape {tuple(batch[input_name].shape)} cannot be divided among "
         f"{num_samples} samples.",
         rule=reason,
         remedy=f"Add {KINDS} to the batch, and pass the images in the order of the samples, or use one data rank and "
@@ -213,16 +217,16 @@ TensorPath = tuple[Any, ...]
 Tensors = Mapping[TensorPath, Tensor]
 
 
-def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
+def iter_named_tensors(nested: Any, path_prefix: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
     """Yield the path and value of every tensor in a micro-batch, including those in nested containers."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from iterate_named_tensors(part, (*name, key))
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from iterate_named_tensors(part, (*name, i))
+    if isinstance(nested, Tensor):
+        yield path_prefix, nested
+    elif isinstance(nested, Mapping):
+        for key, part in nested.items():
+            yield from iter_named_tensors(part, (*path_prefix, key))
+    elif isinstance(nested, list | tuple):
+        for i, part in enumerate(nested):
+            yield from iter_named_tensors(part, (*path_prefix, i))
 
 
 def compute_micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
@@ -276,8 +280,10 @@ def get_batch_size(batch: Mapping[str, Any], main_input_name: str | None = None)
     This is the size of the first dimension of ``batch[main]``, or of the first tensor that does not contain patches.
     Raises ConfigError if the batch contains no tensor with a batch dimension.
     """
-    named = _find_main_input(batch, main_input_name) if main_input_name in batch or find_patch_inputs(batch) else None
-    for _, tensor in iterate_named_tensors([named, _drop_patch_inputs(batch), *_list_patch_grids(batch)]):
+    named = (
+        _find_main_input(batch, main_input_name) if main_input_name in batch or find_patch_input_names(batch) else None
+    )
+    for _, tensor in iter_named_tensors([named, _drop_patch_inputs(batch), *_get_patch_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     names = ", ".join(sorted(map(str, batch))) or "empty"
@@ -288,22 +294,22 @@ def get_batch_size(batch: Mapping[str, Any], main_input_name: str | None = None)
 
 
 def _find_main_input(batch: Mapping[Any, Any], main_input_name: str | None) -> Any:
-    flat = find_patch_inputs(batch)
+    flat = find_patch_input_names(batch)
     known = (
         name for name in (main_input_name, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat
     )
     return next((batch[name] for name in known), None)
 
 
-def _drop_patch_inputs(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    flat = find_patch_inputs(value)
-    return {name: _drop_patch_inputs(inner) for name, inner in value.items() if name not in flat}
+def _drop_patch_inputs(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    flat = find_patch_input_names(batch)
+    return {name: _drop_patch_inputs(inner) for name, inner in batch.items() if name not in flat}
 
 
-def _list_patch_grids(batch: Mapping[Any, Any]) -> list[Any]:
-    return [batch[name] for name in batch if name in find_patch_inputs(batch) and "grid" in name]
+def _get_patch_grids(batch: Mapping[Any, Any]) -> list[Any]:
+    return [batch[name] for name in batch if name in find_patch_input_names(batch) and "grid" in name]
 
 
 def split_batch(
@@ -344,67 +350,75 @@ def split_batch(
 
 @dataclasses.dataclass(frozen=True)
 class _BatchSplitter:
-    """Splits all inputs of a batch into micro-batches. ``ends`` is the end index of the samples in each."""
+    """Splits all inputs of a batch into micro-batches. ``sample_ends`` is the end index of the samples in each."""
 
-    ends: Ends
-    main: Any
-    ids: Ids
+    sample_ends: Ends
+    main_input: Any
+    media_token_ids: Ids
 
-    def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
+    def split_mapping(self, batch: Mapping[Any, Any], path_prefix: str = "") -> dict[Any, list[Any]]:
         """Split each input of a batch, and return a dict from the name of each input to the list of its slices."""
-        rows = find_row_ends_of_samples(batch, self.ends[-1], self.ids)
+        rows = find_sample_row_ends(batch, self.sample_ends[-1], self.media_token_ids)
         return {
-            name: self._slice_rows(value, [rows[name][end] for end in self.ends])
+            name: self._split_along_batch(value, [rows[name][end] for end in self.sample_ends])
             if name in rows
-            else self._split_value(value, f"{path}{name}")
+            else self._split_value(value, f"{path_prefix}{name}")
             for name, value in batch.items()
         }
 
-    def _split_value(self, value: Any, path: str) -> list[Any]:
-        if isinstance(value, Tensor):
-            return self._split_tensor(value, path)
-        if has_entry_per_sample(value, self.ends[-1]):
-            return self._slice_rows(value, self.ends)
-        if isinstance(value, Mapping) and any(True for _ in iterate_named_tensors(value)):
-            inner = self.split_mapping(value, f"{path}.")
+    def _split_value(self, batch_input: Any, input_path: str) -> list[Any]:
+        if isinstance(batch_input, Tensor):
+            return self._split_tensor(batch_input, input_path)
+        if has_entry_per_sample(batch_input, self.sample_ends[-1]):
+            return self._split_along_batch(batch_input, self.sample_ends)
+        if isinstance(batch_input, Mapping) and any(True for _ in iter_named_tensors(batch_input)):
+            inner = self.split_mapping(batch_input, f"{input_path}.")
             return [
-                rebuild_container(value, {name: column[i] for name, column in inner.items()})
+                rebuild_container(batch_input, {name: column[i] for name, column in inner.items()})
                 for i in self._micro_batch_indices
             ]
-        if isinstance(value, list | tuple) and any(True for _ in iterate_named_tensors(value)):
-            columns = [self._split_value(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
-            return [rebuild_container(value, [column[i] for column in columns]) for i in self._micro_batch_indices]
-        return [value for _ in self._micro_batch_indices]
+        if isinstance(batch_input, list | tuple) and any(True for _ in iter_named_tensors(batch_input)):
+            columns = [self._split_value(inner, f"{input_path}[{i}]") for i, inner in enumerate(batch_input)]
+            return [
+                rebuild_container(batch_input, [column[i] for column in columns]) for i in self._micro_batch_indices
+            ]
+        return [batch_input for _ in self._micro_batch_indices]
 
     @property
     def _micro_batch_indices(self) -> range:
-        return range(len(self.ends) - 1)
+        return range(len(self.sample_ends) - 1)
 
-    def _split_tensor(self, x: Tensor, path: str) -> list[Tensor]:
-        samples = self.ends[-1]
-        is_like = isinstance(self.main, Tensor) and self.main.dim() > 1 and x.shape[1:] == self.main.shape[:2]
-        is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
-        if is_stack and x.shape[0] == samples > 1:
+    def _split_tensor(self, tensor: Tensor, input_path: str) -> list[Tensor]:
+        samples = self.sample_ends[-1]
+        is_like = (
+            isinstance(self.main_input, Tensor)
+            and self.main_input.dim() > 1
+            and tensor.shape[1:] == self.main_input.shape[:2]
+        )
+        is_stack = is_like and tensor.dim() == 3 and not tensor.is_floating_point()
+        if is_stack and tensor.shape[0] == samples > 1:
             raise _make_row_count_error(
-                f"The batch dimension of the input {path} of shape {tuple(x.shape)} is ambiguous, because its first "
+                f"The batch dimension of the input {input_path} of shape {tuple(tensor.shape)} is ambiguous, because "
+                "its first "
                 f"two dimensions have the batch size {samples}."
             )
-        if x.dim() > 0 and x.shape[0] == samples:
-            return self._slice_rows(x, self.ends)
+        if tensor.dim() > 0 and tensor.shape[0] == samples:
+            return self._split_along_batch(tensor, self.sample_ends)
         if is_stack:
-            return [x[:, start:end] for start, end in pairwise(self.ends)]
-        if x.dim() == 0 or x.shape[0] == 1:
-            return [x for _ in self._micro_batch_indices]
+            return [tensor[:, start:end] for start, end in pairwise(self.sample_ends)]
+        if tensor.dim() == 0 or tensor.shape[0] == 1:
+            return [tensor for _ in self._micro_batch_indices]
         raise _make_row_count_error(
-            f"The input {path} of shape {tuple(x.shape)} has {len(x)} rows, but the batch has {samples} samples."
+            f"The input {input_path} of shape {tuple(tensor.shape)} has {len(tensor)} rows, but the batch has "
+            f"{samples} samples."
         )
 
     @staticmethod
-    def _slice_rows(value: Any, ends: Ends) -> list[Any]:
-        return [value[start:end] for start, end in pairwise(ends)]
+    def _split_along_batch(batch_input: Any, boundaries: Ends) -> list[Any]:
+        return [batch_input[start:end] for start, end in pairwise(boundaries)]
 
 
-def has_entry_per_sample(value: Any, num_samples: int) -> bool:
+def has_entry_per_sample(container: Any, num_samples: int) -> bool:
     """Return whether a list, tuple or array contains one entry per sample.
 
     A list of tensors with one row per sample is a list of inputs. A tuple has one entry per sample only if it contains
@@ -412,13 +426,13 @@ def has_entry_per_sample(value: Any, num_samples: int) -> bool:
     """
     if num_samples < 2:
         return False
-    if isinstance(value, numpy.ndarray):
-        return bool(value.ndim) and value.shape[0] == num_samples
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or len(value) != num_samples:
+    if isinstance(container, numpy.ndarray):
+        return bool(container.ndim) and container.shape[0] == num_samples
+    if not isinstance(container, (list, tuple)) or hasattr(container, "_fields") or len(container) != num_samples:
         return False
-    if isinstance(value, tuple):
-        return all(isinstance(each, (str, bytes)) for each in value)
-    return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == num_samples for each in value)
+    if isinstance(container, tuple):
+        return all(isinstance(each, (str, bytes)) for each in container)
+    return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == num_samples for each in container)
 
 
 def _make_row_count_error(problem: str) -> InputError:
@@ -466,9 +480,9 @@ def merge_micro_batch_outputs(outputs: Sequence[Any], micro_batch_sizes: Sequenc
     return first if all(_is_equal(part, first) for part in outputs) else None
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     try:
-        return value is other or bool(value == other)
+        return left is right or bool(left == right)
     except (ValueError, RuntimeError):  # an array without a truth value
         return False
 
@@ -482,14 +496,14 @@ def _merge_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence[int]) 
     return first if all(torch.equal(part, first) for part in tensors) else None
 
 
-def rebuild_container(template: Any, content: Any) -> Any:
-    """Convert ``content`` to the container type of ``template``, or return it unchanged if that is not possible."""
+def rebuild_container(template: Any, elements: Any) -> Any:
+    """Convert ``elements`` to the container type of ``template``, or return it unchanged if that is not possible."""
     if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*content)
+        return type(template)(*elements)
     try:
-        return type(template)(content)
+        return type(template)(elements)
     except TypeError:
-        return content
+        return elements
 
 
 TARGET_KEY = "target of the loss"

@@ -37,92 +37,96 @@ class OwnerRankTransfer:
         coords_by_rank: Mesh coordinates of each rank of the axis.
     """
 
-    def __init__(self, gradients: Sequence[GradientSlot], coords_by_rank: Sequence[Coords]) -> None:
-        self._gradients, self._coords_by_rank = gradients, coords_by_rank
-        self._axis = gradients[0].axis
+    def __init__(self, grad_slots: Sequence[GradientSlot], coords_by_rank: Sequence[Coords]) -> None:
+        self._gradients, self._coords_by_rank = grad_slots, coords_by_rank
+        self._axis = grad_slots[0].axis
         self._ranks = range(self._axis.size)
 
-    def start_reduce_to_owners(
-        self, shard_numel: int, ranges: Sequence[slice], gradient_flags: Tensor
+    def start_grad_reduce_to_owners(
+        self, shard_numel: int, bucket_ranges: Sequence[slice], grad_flags: Tensor
     ) -> PendingCollective:
         """Start summing the gradients of each parameter on the rank that owns the parameter.
 
-        Communicates each slice of a gradient once, and ``gradient_flags`` to all ranks.
+        Communicates each slice of a gradient once, and ``grad_flags`` to all ranks.
 
         Args:
             shard_numel: Number of elements that each rank owns.
-            ranges: Range of each gradient among the elements of all ranks.
-            gradient_flags: One number for each gradient. Their sums follow the shard of every owner.
+            bucket_ranges: Range of each gradient among the elements of all ranks.
+            grad_flags: One number for each gradient. Their sums follow the shard of every owner.
         """
-        packed = [self._pack_slice(gradient, gradient_flags) for gradient in self._gradients]
+        packed = [self._pack_slice(gradient, grad_flags) for gradient in self._gradients]
         outgoing = [
-            torch.cat([*(packed[n] for n in self._get_owned_indices(r, shard_numel, ranges)), gradient_flags])
+            torch.cat([*(packed[n] for n in self._get_owned_indices(r, shard_numel, bucket_ranges)), grad_flags])
             for r in self._ranks
         ]
-        owned = self._get_owned_indices(self._axis.rank, shard_numel, ranges)
-        arriving = [sum(self._get_slice_numels(r, owned)) + len(gradient_flags) for r in self._ranks]
+        owned = self._get_owned_indices(self._axis.rank, shard_numel, bucket_ranges)
+        arriving = [sum(self._get_slice_numels(r, owned)) + len(grad_flags) for r in self._ranks]
 
-        def add_received_slices(received: Tensor) -> Tensor:
-            shard = gradient_flags.new_zeros(shard_numel + len(gradient_flags))
-            for rank, part in enumerate(received.split(arriving)):
+        def add_received_slices(received_buffer: Tensor) -> Tensor:
+            shard = grad_flags.new_zeros(shard_numel + len(grad_flags))
+            for rank, part in enumerate(received_buffer.split(arriving)):
                 for n, local in zip(
-                    owned, part[: -len(gradient_flags)].split(self._get_slice_numels(rank, owned)), strict=True
+                    owned, part[: -len(grad_flags)].split(self._get_slice_numels(rank, owned)), strict=True
                 ):
-                    begin = ranges[n].start - self._axis.rank * shard_numel
+                    begin = bucket_ranges[n].start - self._axis.rank * shard_numel
                     spec = self._gradients[n].entry.spec
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
                     local = local.view(spec.get_local_shape(self._coords_by_rank[rank]))
                     for box in spec.boxes(self._coords_by_rank[rank]):
                         box.view_in_full(full).add_(box.view_in_local(local))
-                shard[shard_numel:] += part[-len(gradient_flags) :]
+                shard[shard_numel:] += part[-len(grad_flags) :]
             return shard
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_received_slices)
 
-    def start_sending_parameters(self, shard: Tensor, full: Tensor, ranges: Sequence[slice]) -> PendingCollective:
+    def start_param_broadcast(
+        self, param_shard: Tensor, full_params: Tensor, bucket_ranges: Sequence[slice]
+    ) -> PendingCollective:
         """Start sending the other ranks their slices of the parameters that this rank owns.
 
         Communicates each slice of a parameter once.
-        Writes only the elements that this rank stores into ``full``.
+        Writes only the elements that this rank stores into ``full_params``.
         """
-        shard_numel, here = len(shard), self._axis.rank
-        owned = self._get_owned_indices(here, shard_numel, ranges)
+        shard_numel, here = len(param_shard), self._axis.rank
+        owned = self._get_owned_indices(here, shard_numel, bucket_ranges)
         outgoing = [
-            torch.cat([shard[:0], *(self._get_rank_slice(shard, n, r, shard_numel, ranges) for n in owned)])
+            torch.cat(
+                [param_shard[:0], *(self._get_rank_slice(param_shard, n, r, shard_numel, bucket_ranges) for n in owned)]
+            )
             for r in self._ranks
         ]
-        owned_by_rank = [self._get_owned_indices(r, shard_numel, ranges) for r in self._ranks]
+        owned_by_rank = [self._get_owned_indices(r, shard_numel, bucket_ranges) for r in self._ranks]
         arriving = [sum(self._get_slice_numels(here, numbers)) for numbers in owned_by_rank]
 
-        def place_received_slices(received: Tensor) -> Tensor:
+        def copy_received_slices(received_buffer: Tensor) -> Tensor:
             coords = self._coords_by_rank[here]
-            for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
+            for numbers, part in zip(owned_by_rank, received_buffer.split(arriving), strict=True):
                 for n, local in zip(numbers, part.split(self._get_slice_numels(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
                     spec.copy_shard_into_full(
-                        local.view(spec.get_local_shape(coords)), full[ranges[n]].view(spec.shape), coords
+                        local.view(spec.get_local_shape(coords)), full_params[bucket_ranges[n]].view(spec.shape), coords
                     )
-            return full
+            return full_params
 
-        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_received_slices)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(copy_received_slices)
 
-    def _get_owned_indices(self, rank: int, shard_numel: int, ranges: Sequence[slice]) -> list[int]:
-        return [n for n, place in enumerate(ranges) if shard_numel and place.start // shard_numel == rank]
+    def _get_owned_indices(self, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]) -> list[int]:
+        return [n for n, place in enumerate(bucket_ranges) if shard_numel and place.start // shard_numel == rank]
 
-    def _get_slice_numels(self, rank: int, indices: Sequence[int]) -> list[int]:
-        return [prod(self._gradients[n].entry.spec.get_local_shape(self._coords_by_rank[rank])) for n in indices]
+    def _get_slice_numels(self, rank: int, slot_indices: Sequence[int]) -> list[int]:
+        return [prod(self._gradients[n].entry.spec.get_local_shape(self._coords_by_rank[rank])) for n in slot_indices]
 
-    def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
-        grad = gradient.param.grad
+    def _pack_slice(self, grad_slot: GradientSlot, like: Tensor) -> Tensor:
+        grad = grad_slot.param.grad
         if grad is None:
-            return like.new_zeros(gradient.param.numel())
-        return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)
+            return like.new_zeros(grad_slot.param.numel())
+        return torch.div(grad.reshape(-1), grad_slot.divisor).to(like.dtype)
 
     def _get_rank_slice(
-        self, shard: Tensor, index: int, rank: int, shard_numel: int, ranges: Sequence[slice]
+        self, param_shard: Tensor, slot_index: int, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]
     ) -> Tensor:
-        begin, gradient = ranges[index].start - self._axis.rank * shard_numel, self._gradients[index]
-        full = shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
+        begin, gradient = bucket_ranges[slot_index].start - self._axis.rank * shard_numel, self._gradients[slot_index]
+        full = param_shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
         return gradient.entry.spec.slice_full_tensor(full, self._coords_by_rank[rank]).reshape(-1)
 
 
@@ -148,8 +152,8 @@ class GradientSlot:
     bucket: GradientBucket | None = None
     shard_coords: Sequence[Coords] = ()  # of each rank of the axis, if one rank gathers the slices of all
     is_full: bool = False  # whether one rank gets the full gradient, for an optimizer that needs full matrices
-    changed: bool = False  # since the last reduction
-    arrived: bool = False  # in this backward pass
+    has_changed: bool = False  # since the last reduction
+    has_arrived: bool = False  # in this backward pass
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
@@ -186,7 +190,7 @@ class GradientSlot:
     @property
     def is_unreduced(self) -> bool:
         """Whether this rank has a gradient of the parameter that has not been reduced over ranks yet."""
-        return self.changed and self.param.grad is not None
+        return self.has_changed and self.param.grad is not None
 
     @property
     def is_sparse(self) -> bool:
@@ -198,25 +202,25 @@ class GradientSlot:
         """Number of elements of the gradient in the bucket."""
         return self.shape.numel()
 
-    def write_to_bucket(self, bucket_range: Tensor, divisor: Tensor | float) -> None:
-        """Divide the gradient by ``divisor`` and write it to ``bucket_range``, or write zeros if it is missing."""
+    def write_to_bucket(self, bucket_view: Tensor, divisor: Tensor | float) -> None:
+        """Divide the gradient by ``divisor`` and write it to ``bucket_view``, or write zeros if it is missing."""
         grad = self.param.grad
         if grad is None:
-            bucket_range.zero_()
+            bucket_view.zero_()
             return
         grad = grad.to_dense() if grad.is_sparse else grad
         if not self.is_shared:
-            torch.div(grad.reshape(-1), divisor, out=bucket_range)
+            torch.div(grad.reshape(-1), divisor, out=bucket_view)
         else:
-            full = bucket_range.zero_().view(self.entry.spec.shape)
+            full = bucket_view.zero_().view(self.entry.spec.shape)
             self.entry.spec.copy_shard_into_full(grad, full, self.coords)
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
-    def view_in_bucket(self, bucket_range: Tensor) -> Tensor:
+    def view_in_bucket(self, bucket_view: Tensor) -> Tensor:
         """Return this rank's gradient as a view of its range in a reduced bucket."""
         if not self.is_shared:
-            return bucket_range.view(self.param.shape)
-        return self.entry.spec.slice_full_tensor(bucket_range.view(self.entry.spec.shape), self.coords)
+            return bucket_view.view(self.param.shape)
+        return self.entry.spec.slice_full_tensor(bucket_view.view(self.entry.spec.shape), self.coords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSlot:
         memo[id(self)] = copied = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
@@ -234,11 +238,11 @@ class GradientBucket:
     axis: Axis
     dtype: torch.dtype | None = None
     gradients: list[GradientSlot] = field(default_factory=list)
-    pending: int = 0
+    num_pending: int = 0
     work: Any = None
     flat: Tensor | None = None
     is_sent: bool = False  # in this backward pass
-    memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # allocates the buffer
+    allocate_fn: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # allocates the buffer
     watch: ConsistencyMonitorProtocol | None = None  # its numbers are appended to the gradients
 
     @property
@@ -249,35 +253,35 @@ class GradientBucket:
     def owner_rank_transfer(self) -> OwnerRankTransfer | None:
         """The object that sends gradients to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
-        is_direct = self.axis.size > 1 and self.axis.transport.prefers_direct_exchange(first.param)
+        is_direct = self.axis.size > 1 and self.axis.transport.is_direct_exchange_faster(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
             return None
         return OwnerRankTransfer(self.gradients, first.shard_coords)
 
     @property
-    def gradient_presence(self) -> list[float]:
+    def grad_presence_flags(self) -> list[float]:
         """A number for each parameter: 1 for a new dense gradient on this rank, -1 for a sparse one, 0 for none."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def get_extra_values(self) -> list[float]:
         """Return additional numbers to sum over ranks in the same collective as the gradients.
 
-        These are ``gradient_presence``, and the numbers by which the consistency monitor compares ranks.
+        These are ``grad_presence_flags``, and the numbers by which the consistency monitor compares ranks.
         """
         if self.watch is None or self.axis.size == 1:
-            return self.gradient_presence
-        return self.gradient_presence + self.watch.compute_bits_to_reduce(self.axis)
+            return self.grad_presence_flags
+        return self.grad_presence_flags + self.watch.compute_state_hash_bits(self.axis)
 
-    def check_extra_values(self, summed: Tensor) -> Tensor:
+    def check_extra_values(self, summed_values: Tensor) -> Tensor:
         """Check the values that were summed with the gradients, and return how many ranks have each gradient.
 
         Raises:
             InputError: The consistency monitor detected that the ranks diverged. Raised on every rank.
         """
-        count, summed = len(self.gradients), summed.real if summed.is_complex() else summed
-        if self.watch is not None and len(summed) > count:
-            self.watch.check_reduced_bits(summed[count:], self.axis)
-        return summed[:count]
+        count, summed_values = len(self.gradients), summed_values.real if summed_values.is_complex() else summed_values
+        if self.watch is not None and len(summed_values) > count:
+            self.watch.check_reduced_hash_bits(summed_values[count:], self.axis)
+        return summed_values[:count]
 
     def get_packed_ranges(self) -> tuple[int, list[slice]]:
         """Return the size of the bucket and the range of each gradient, without padding between gradients."""
@@ -309,22 +313,27 @@ class GradientBucket:
     def allocate_buffer(self, numel: int) -> Tensor:
         first = self.gradients[0].param
         dtype = first.dtype if self.dtype is None else torch.promote_types(first.dtype, self.dtype)
-        if self.memory is not None:
-            return self.memory(numel, dtype, first.device)
+        if self.allocate_fn is not None:
+            return self.allocate_fn(numel, dtype, first.device)
         return torch.empty(numel, dtype=dtype, device=first.device)
 
     def start_all_reduce(
-        self, numel: int, ranges: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
+        self,
+        bucket_numel: int,
+        bucket_ranges: Sequence[slice],
+        divisors: Sequence[Tensor | float],
+        *,
+        clear_grads: bool = False,
     ) -> None:
         """Divide the gradients by ``divisors``, and start an all-reduce of them and of a few extra values."""
         tail = self.get_extra_values()
-        self.flat = flat = self.allocate_buffer(numel + len(tail))
-        for gap in _iter_padding_ranges(ranges, numel):
+        self.flat = flat = self.allocate_buffer(bucket_numel + len(tail))
+        for gap in _iter_padding_ranges(bucket_ranges, bucket_numel):
             flat[gap] = 0
-        flat[numel:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        for gradient, place, divisor in zip(self.gradients, ranges, divisors, strict=True):
+        flat[bucket_numel:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
+        for gradient, place, divisor in zip(self.gradients, bucket_ranges, divisors, strict=True):
             gradient.write_to_bucket(flat[place], divisor)
-            if clears_grads:
+            if clear_grads:
                 gradient.param.grad = None
         if self.axis.size > 1:
             self.work = collectives.start_inplace_all_reduce(flat, self.axis, "gradients")
@@ -332,9 +341,9 @@ class GradientBucket:
     def reset_after_backward(self) -> None:
         self.flat = self.work = None
         self.is_sent = False
-        self.pending = len(self.gradients)
+        self.num_pending = len(self.gradients)
         for gradient in self.gradients:
-            gradient.arrived = False
+            gradient.has_arrived = False
 
 
 class AllReduceToGrad:
@@ -355,12 +364,12 @@ class AllReduceToGrad:
     def __init__(self) -> None:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
-    def get_gradient_scale(self, gradient: GradientSlot) -> Tensor | float:
+    def get_grad_scale(self, grad_slot: GradientSlot) -> Tensor | float:
         """Return the factor by which to multiply a new gradient before autograd accumulates it."""
-        copies = gradient.copies
+        copies = grad_slot.copies
         if isinstance(copies, Tensor):
-            copies = gradient.entry.spec.slice_full_tensor(copies.expand(gradient.entry.spec.shape), gradient.coords)
-        return copies / gradient.divisor
+            copies = grad_slot.entry.spec.slice_full_tensor(copies.expand(grad_slot.entry.spec.shape), grad_slot.coords)
+        return copies / grad_slot.divisor
 
     def start_reduction(self, bucket: GradientBucket) -> None:
         bucket.start_all_reduce(*bucket.get_packed_ranges(), [gradient.copies for gradient in bucket.gradients])
@@ -374,7 +383,7 @@ class AllReduceToGrad:
         total, places = bucket.get_packed_ranges()
         counts = bucket.check_extra_values(flat[total:])
         # counts are not needed if this rank has all gradients, and reading them would synchronize with the GPU
-        had = None if all(n > 0 for n in bucket.gradient_presence) else tolist_or_ones(counts)
+        had = None if all(n > 0 for n in bucket.grad_presence_flags) else tolist_or_ones(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.view_in_bucket(flat[place])
@@ -426,16 +435,21 @@ class ReduceScatterToShards:
 
     def __init__(
         self,
-        receive: Callable[[GradientBucket, Tensor, Tensor], None],
-        arrives: Callable[[GradientSlot], None] = lambda _: None,
-        takes: Callable[[GradientSlot], None] = lambda _: None,
-        ends: Callable[[], None] = lambda: None,
+        receive_fn: Callable[[GradientBucket, Tensor, Tensor], None],
+        on_grad_arrived: Callable[[GradientSlot], None] = lambda _: None,
+        on_grad_taken: Callable[[GradientSlot], None] = lambda _: None,
+        on_backward_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._receive, self._arrives, self._takes, self.on_backward_end = receive, arrives, takes, ends
+        self._receive, self._arrives, self._takes, self.on_backward_end = (
+            receive_fn,
+            on_grad_arrived,
+            on_grad_taken,
+            on_backward_end,
+        )
 
-    def get_gradient_scale(self, gradient: GradientSlot) -> Tensor | float:
-        self._arrives(gradient)
-        self._takes(gradient)
+    def get_grad_scale(self, grad_slot: GradientSlot) -> Tensor | float:
+        self._arrives(grad_slot)
+        self._takes(grad_slot)
         return 1.0
 
     def start_reduction(self, bucket: GradientBucket) -> None:
@@ -447,7 +461,7 @@ class ReduceScatterToShards:
         ranks, tail = bucket.axis.size, bucket.get_extra_values()
         each, places = bucket.get_shard_ranges(ranks)
         if (slices := bucket.owner_rank_transfer) is not None:
-            bucket.work = slices.start_reduce_to_owners(
+            bucket.work = slices.start_grad_reduce_to_owners(
                 each, places, bucket.allocate_buffer(len(tail)).copy_(torch.tensor(tail))
             )
             for gradient in bucket.gradients:
@@ -457,7 +471,7 @@ class ReduceScatterToShards:
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
         for gap in _iter_padding_ranges(places, ranks * each):
-            for rank, at, _ in _split_at_rows(gap, each):
+            for rank, at, _ in _split_range_at_rows(gap, each):
                 rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
             _write_to_bucket_rows(gradient, place, rows[:, :each])
@@ -477,7 +491,7 @@ class AllReduceToShards(ReduceScatterToShards):
 
     def _start_collective(self, bucket: GradientBucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
-        bucket.start_all_reduce(*bucket.get_shard_ranges(), divisors, clears_grads=True)
+        bucket.start_all_reduce(*bucket.get_shard_ranges(), divisors, clear_grads=True)
 
     def finish_reduction(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
@@ -493,16 +507,16 @@ def _round_up_to_alignment(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
-def _iter_padding_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
+def _iter_padding_ranges(bucket_ranges: Sequence[slice], numel: int) -> Iterator[slice]:
     """Yield the ranges of a bucket that are padding, because they belong to no gradient."""
     end = 0
-    for place in [*sorted(ranges, key=lambda place: place.start), slice(numel, numel)]:
+    for place in [*sorted(bucket_ranges, key=lambda place: place.start), slice(numel, numel)]:
         if place.start > end:
             yield slice(end, place.start)
         end = max(end, place.stop)
 
 
-def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
+def _split_range_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
     """Split a range of a flat tensor at row boundaries, for rows of ``row_numel`` elements.
 
     Yields (row, range in the row, range in ``flat_range``) for each row that the range overlaps.
@@ -513,24 +527,24 @@ def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, sli
         yield row, in_row, slice(low - flat_range.start, high - flat_range.start)
 
 
-def _write_to_bucket_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
+def _write_to_bucket_rows(grad_slot: GradientSlot, flat_range: slice, bucket_rows: Tensor) -> None:
     """Divide a gradient by its divisor, and write it into a bucket whose rows are not contiguous in memory."""
-    grad, parts = gradient.param.grad, list(_split_at_rows(flat_range, rows.shape[1]))
+    grad, parts = grad_slot.param.grad, list(_split_range_at_rows(flat_range, bucket_rows.shape[1]))
     if len(parts) == 1:
-        gradient.write_to_bucket(rows[parts[0][:2]], gradient.divisor)
+        grad_slot.write_to_bucket(bucket_rows[parts[0][:2]], grad_slot.divisor)
         return
-    if grad is None or gradient.is_shared:
-        values = rows.new_empty(gradient.numel)
-        gradient.write_to_bucket(values, gradient.divisor)
+    if grad is None or grad_slot.is_shared:
+        values = bucket_rows.new_empty(grad_slot.numel)
+        grad_slot.write_to_bucket(values, grad_slot.divisor)
     else:
         values = grad.reshape(-1)
-    divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor
+    divisor = 1.0 if grad is None or grad_slot.is_shared else grad_slot.divisor
     for row, at, source in parts:
-        torch.div(values[source], divisor, out=rows[row, at])
+        torch.div(values[source], divisor, out=bucket_rows[row, at])
 
 
 def assign_gradient_owners(
-    gradients: Sequence[GradientSlot], param_ids: Collection[int], context: ParallelContext
+    grad_slots: Sequence[GradientSlot], param_ids: Collection[int], context: ParallelContext
 ) -> None:
     """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``param_ids``.
 
@@ -540,7 +554,7 @@ def assign_gradient_owners(
     Raises:
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
-    chosen = [gradient for gradient in gradients if id(gradient.param) in param_ids]
+    chosen = [gradient for gradient in grad_slots if id(gradient.param) in param_ids]
     axes_of_sharded = {id(g): _get_gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(axes_of_sharded.values())
     for axis in context.base_axes:
@@ -561,6 +575,6 @@ def assign_gradient_owners(
             gradient.assign_to_owner_rank(axes[names], coords_by_rank[names])
 
 
-def _get_gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
-    names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
+def _get_gradient_axes(grad_slot: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
+    names = {*grad_slot.entry.reduction.sum_over, *grad_slot.entry.spec.axes}
     return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

@@ -25,7 +25,7 @@ from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     get_local_metadata,
     get_or_build_metadata,
-    group_by_metadata,
+    group_params_by_metadata,
 )
 from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated_function
 
@@ -61,11 +61,11 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         _check_norm_is_finite(total)
     if owner is None:
-        clip_gradients_with_norm(model, total, max_norm)
+        clip_grads_with_norm_(model, total, max_norm)
     return total
 
 
-def clip_gradients_with_norm(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
+def clip_grads_with_norm_(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
     """Scale the gradients of a model from the norm ``total_norm`` to at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
@@ -91,7 +91,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     state = get_or_build_metadata(model)
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
-    entries = state.get_entries_by_param()
+    entries = state.get_entries_by_param_id()
     model_entries = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
     return compute_grad_norm(model_entries, state, norm_type)
 
@@ -155,33 +155,35 @@ def _apply_clip_grad_norm_patch() -> Undo:
     )
 
 
-def _apply_total_norm_patch() -> Undo:
+def _apply_get_total_norm_patch() -> Undo:
     norm = torch.nn.utils.get_total_norm
     return replace_decorated_function(
         norm, _wrap_get_total_norm, (clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")
     )
 
 
-def _wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
+def _wrap_clip_grad_norm(original_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original_fn)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for state in group_by_metadata(params):
+        for state in group_params_by_metadata(params):
             if state.gradient_owner is not None:
-                state.gradient_owner.reduce_pending_gradients()  # before .grad is read: no_sync leaves local gradients
+                state.gradient_owner.reduce_pending_grads()  # before .grad is read: no_sync leaves local gradients
         token = _CLIPPED.set(params)
         try:
             # torch warns if a generator is empty
-            return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
+            return original_fn(
+                (p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs
+            )
         finally:
             _CLIPPED.reset(token)
 
     return clip_grad_norm_
 
 
-def _wrap_get_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
-    def total_norm(
+def _wrap_get_total_norm(original_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original_fn)
+    def get_total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -189,10 +191,10 @@ def _wrap_get_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tenso
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         params = _CLIPPED.get() or ()
-        _check_model_params(params, grads)
+        _reject_zero_optimizer_params(params, grads)
         found = _group_params_by_model(params) if params else _group_grads_by_model(grads)
         if not found:
-            return original(grads, norm_type, error_if_nonfinite, foreach)
+            return original_fn(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}  # norm_of replaces .grad
         norms = []
         for state, entries in found.items():
@@ -201,13 +203,13 @@ def _wrap_get_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tenso
             else:
                 norms.append(compute_grad_norm(entries, state, float(norm_type)))
         if others := [g for g in grads if id(g) not in known]:
-            norms.append(original(others, norm_type, False, foreach))
+            norms.append(original_fn(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
         if error_if_nonfinite:
             _check_norm_is_finite(total)
         return total
 
-    return total_norm
+    return get_total_norm
 
 
 def _check_norm_is_finite(total_norm: Tensor) -> None:
@@ -218,7 +220,7 @@ def _check_norm_is_finite(total_norm: Tensor) -> None:
         )
 
 
-def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _reject_zero_optimizer_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Raise ConfigError if ``params`` are the parameters of a ZeroOptimizer instead of those of the model."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
@@ -233,9 +235,9 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
 def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Group the parameters that have gradients by the sharded model to which they belong."""
     found = {}
-    for state, entries in group_by_metadata(params).items():
+    for state, entries in group_params_by_metadata(params).items():
         entries = [e for e in entries if e.param.grad is not None]
-        if _has_sharded_gradients(state) and (entries or state.context.pipe.size > 1):
+        if _has_sharded_grads(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
     return found
 
@@ -243,10 +245,10 @@ def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, l
 def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Group the parameters whose gradients are in ``grads`` by the sharded model to which they belong."""
     if not grads:
-        return _find_model_of_other_stages()
+        return _find_model_without_local_grads()
     missing = {id(g) for g in grads}
     found = {}
-    for state in filter(_has_sharded_gradients, get_local_metadata()):
+    for state in filter(_has_sharded_grads, get_local_metadata()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
             found[state] = entries
@@ -256,13 +258,13 @@ def _group_grads_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, lis
     return found
 
 
-def _has_sharded_gradients(metadata: ShardingMetadata) -> bool:
+def _has_sharded_grads(metadata: ShardingMetadata) -> bool:
     return metadata.gradient_owner is not None or any(
         metadata.get_axis(name).size > 1 for e in metadata.entries for name in e.reduction.norm_over
     )
 
 
-def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
+def _find_model_without_local_grads() -> dict[ShardingMetadata, list[ParamEntry]]:
     """Find the pipeline model whose gradients other stages clip while this stage has none."""
     if len(get_local_metadata()) > 1 or any(state.gradient_owner is not None for state in get_local_metadata()):
         gc.collect()  # ignore models that are no longer referenced
@@ -286,7 +288,7 @@ CLIPPING_PATCHES: Mapping[Patch, Apply] = {
         "torch.nn.utils.get_total_norm",
         "shardformer.gradients.clipping",
         "counts each element of sharded gradients once, over all ranks",
-    ): _apply_total_norm_patch,
+    ): _apply_get_total_norm_patch,
     Patch(
         "torch.nn.utils.clip_grad_norm_",
         "shardformer.gradients.clipping",

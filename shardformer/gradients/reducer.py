@@ -41,28 +41,28 @@ class PausableReducer:
         finally:
             self.is_paused = before
 
-    def _register_gradient_hooks(self, gradient: GradientSlot) -> tuple[Any, ...]:
+    def _register_grad_hooks(self, grad_slot: GradientSlot) -> tuple[Any, ...]:
         # Hooks use weak references, because the garbage collector cannot traverse the autograd node that keeps them.
         # The model and its process groups would never be freed.
-        reducer, slot = weakref.ref(self), weakref.ref(gradient)
+        reducer, slot = weakref.ref(self), weakref.ref(grad_slot)
 
-        def before_accumulation(grad: Tensor) -> Tensor | None:
+        def grad_hook(grad: Tensor) -> Tensor | None:
             me, one = reducer(), slot()
-            return me._before_accumulation(one, grad) if me is not None and one is not None else None
+            return me._grad_hook(one, grad) if me is not None and one is not None else None
 
-        def after_accumulation(param: Tensor) -> None:
+        def post_accumulate_grad_hook(param: Tensor) -> None:
             me, one = reducer(), slot()
             if me is not None and one is not None:
-                me._after_accumulation(one)
+                me._post_accumulate_grad_hook(one)
 
-        param: Any = gradient.param
-        return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
+        param: Any = grad_slot.param
+        return param.register_hook(grad_hook), param.register_post_accumulate_grad_hook(post_accumulate_grad_hook)
 
-    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+    def _grad_hook(self, grad_slot: GradientSlot, grad: Tensor) -> Tensor | None:
         """Handle a new gradient before autograd accumulates it. Return a replacement, or None to keep it."""
         return None
 
-    def _after_accumulation(self, gradient: GradientSlot) -> None:
+    def _post_accumulate_grad_hook(self, grad_slot: GradientSlot) -> None:
         """Handle a gradient after autograd has accumulated it into ``.grad``."""
 
 
@@ -102,15 +102,15 @@ class GradientReducer(PausableReducer):
 
     def __init__(
         self,
-        gradients: list[GradientSlot],
+        grad_slots: list[GradientSlot],
         bucket_bytes: int = BUCKET_BYTES,
-        end: BucketReduction | None = None,
-        watch: ConsistencyMonitorProtocol | None = None,
+        reduction: BucketReduction | None = None,
+        consistency_monitor: ConsistencyMonitorProtocol | None = None,
     ) -> None:
-        self.gradients, self._watch, self.passes = gradients, watch, 0
-        self.sums = any(gradient.axis.size > 1 for gradient in gradients)
+        self.gradients, self._watch, self.passes = grad_slots, consistency_monitor, 0
+        self.sums = any(gradient.axis.size > 1 for gradient in grad_slots)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
-        self._end = end or AllReduceToGrad()
+        self._end = reduction or AllReduceToGrad()
         self._has_fixed_buckets = self._is_end_callback_registered = self._has_unreduced_gradients = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[GradientBucket] = []
@@ -138,9 +138,9 @@ class GradientReducer(PausableReducer):
                 f"The parameter {name} was unfrozen after shard_optimizer was called.",
                 remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
             )
-        self.remove_gradient_hooks()
-        self._hooked = {id(g.param): self._register_gradient_hooks(g) for g in trainable}
-        self._buckets = _fill_buckets(trainable, self._bucket_bytes)
+        self.remove_grad_hooks()
+        self._hooked = {id(g.param): self._register_grad_hooks(g) for g in trainable}
+        self._buckets = _build_buckets(trainable, self._bucket_bytes)
         if self._buckets:
             self._buckets[-1].watch = self._watch  # the last bucket to be reduced
 
@@ -156,7 +156,7 @@ class GradientReducer(PausableReducer):
         Returns:
             The buckets, which no longer change. Unfreezing a parameter then raises ConfigError.
         """
-        self.remove_gradient_hooks()  # refill the buckets
+        self.remove_grad_hooks()  # refill the buckets
         self._bucket_bytes, self._overlaps = bucket_bytes, overlap
         self.prepare_for_backward()
         self._end, self._has_fixed_buckets = reduction, True
@@ -164,7 +164,7 @@ class GradientReducer(PausableReducer):
             bucket.dtype = dtype
         return self._buckets
 
-    def remove_gradient_hooks(self) -> None:
+    def remove_grad_hooks(self) -> None:
         """Remove the hooks from the parameters, so that gradients are no longer reduced."""
         for handles in self._hooked.values():
             for handle in handles:
@@ -207,36 +207,36 @@ class GradientReducer(PausableReducer):
         bucket = self._buckets[self._num_finished]
         self._end.finish_reduction(bucket)
         for gradient in bucket.gradients:
-            gradient.changed = False
+            gradient.has_changed = False
         bucket.flat = bucket.work = None
         self._num_finished += 1
 
-    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        if gradient.bucket is not None and gradient.bucket.is_sent:
+    def _grad_hook(self, grad_slot: GradientSlot, grad: Tensor) -> Tensor | None:
+        if grad_slot.bucket is not None and grad_slot.bucket.is_sent:
             self._reduce_all_buckets()  # the second gradient in a backward pass must wait for the reduction in progress
-        scale = self._end.get_gradient_scale(gradient)
+        scale = self._end.get_grad_scale(grad_slot)
         if isinstance(scale, Tensor):
             return grad * scale.to(grad)
         return grad * scale if scale != 1 else None
 
-    def _after_accumulation(self, gradient: GradientSlot) -> None:
+    def _post_accumulate_grad_hook(self, grad_slot: GradientSlot) -> None:
         if not self.is_paused and self._overlaps:
             # earlier buckets only: other hooks of this parameter may still change its gradient
-            while self._num_started < len(self._buckets) and self._buckets[self._num_started].pending == 0:
+            while self._num_started < len(self._buckets) and self._buckets[self._num_started].num_pending == 0:
                 self._start_next_bucket()
-        gradient.changed = True
-        if gradient.is_sparse and not self._end.supports_sparse:
-            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
+        grad_slot.has_changed = True
+        if grad_slot.is_sparse and not self._end.supports_sparse:
+            grad_slot.param.grad = grad_slot.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_paused:
             return
         self._has_unreduced_gradients = True
         if not self._is_end_callback_registered:
             self._is_end_callback_registered = True
             at_end_of_backward(self._on_backward_end)
-        if not gradient.arrived:
-            gradient.arrived = True
-            assert gradient.bucket is not None
-            gradient.bucket.pending -= 1
+        if not grad_slot.has_arrived:
+            grad_slot.has_arrived = True
+            assert grad_slot.bucket is not None
+            grad_slot.bucket.num_pending -= 1
 
     def _on_backward_end(self) -> None:
         self._is_end_callback_registered = False
@@ -252,14 +252,14 @@ class GradientReducer(PausableReducer):
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 
-def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[GradientBucket]:
+def _build_buckets(grad_slots: list[GradientSlot], bucket_bytes: int) -> list[GradientBucket]:
     """Assign gradients to buckets of at most ``bucket_bytes``, in reverse order of the parameters.
 
     All gradients of a bucket have the same axis, dtype and device.
     """
     buckets: list[GradientBucket] = []
     open_ones: dict[tuple[Any, ...], tuple[GradientBucket, int]] = {}
-    for gradient in reversed(gradients):
+    for gradient in reversed(grad_slots):
         param = gradient.param
         key = (gradient.axis.ranks, param.dtype, param.device, gradient.is_full, gradient.is_shared)
         bucket, used = open_ones.get(key, (None, 0))
@@ -271,7 +271,7 @@ def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Grad
             bucket, used = GradientBucket(gradient.axis), 0
             buckets.append(bucket)
         bucket.gradients.append(gradient)
-        gradient.bucket, gradient.arrived = bucket, False
-        bucket.pending = len(bucket.gradients)
+        gradient.bucket, gradient.has_arrived = bucket, False
+        bucket.num_pending = len(bucket.gradients)
         open_ones[key] = (bucket, used + size)
     return buckets

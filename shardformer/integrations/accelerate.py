@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.plain_state import load_full_optimizer_state
+from shardformer.checkpoint.plain_state import load_full_optimizer_state_dict
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
@@ -47,8 +47,8 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
 from shardformer.torch_patches import Patch, install_patch, replace_attribute
-from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_engine_without_data, make_parallel_context
+from shardformer.training.data_loader import make_example_forward_kwargs
+from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -69,7 +69,7 @@ PLAIN_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 """Files in which accelerate saves the weights of a model."""
 
 
-def find_sharded_model(model: Any) -> nn.Module | None:
+def unwrap_sharded_model(model: Any) -> nn.Module | None:
     """Return the sharded model inside a wrapper such as ``torch.compile``, or None if the model is not sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in modules if METADATA_ATTRIBUTE in module.__dict__), None)
@@ -83,21 +83,21 @@ def get_world_axis(context: ParallelContext) -> Axis:
 class DataParallelState:
     """A view of accelerate's process state that counts data-parallel ranks instead of processes."""
 
-    def __init__(self, state: Any, num_processes: int, process_index: int) -> None:
-        self._state, self.num_processes, self.process_index = state, num_processes, process_index
+    def __init__(self, partial_state: Any, num_processes: int, process_index: int) -> None:
+        self._state, self.num_processes, self.process_index = partial_state, num_processes, process_index
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
 
 
-class SharedOrderSampler(Sampler[Any]):
+class RankSynchronizedSampler(Sampler[Any]):
     """A sampler that uses rank 0's random state on every rank, so that all ranks draw the samples in the same order.
 
     Communicates this state, 5 KB, once per epoch.
     """
 
-    def __init__(self, sampler: Sampler[Any], world: Axis) -> None:
-        self.sampler, self._world = sampler, world
+    def __init__(self, sampler: Sampler[Any], world_axis: Axis) -> None:
+        self.sampler, self._world = sampler, world_axis
 
     def __iter__(self) -> Iterator[Any]:
         own = torch.get_rng_state()
@@ -111,7 +111,7 @@ class SharedOrderSampler(Sampler[Any]):
         return len(self.sampler)  # type: ignore[arg-type]
 
 
-class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
+class DataParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """A learning rate scheduler that steps once per data-parallel rank, instead of once per process."""
 
     data_ranks = 1
@@ -174,11 +174,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"Accelerator does not support pipe={config.pipe}.",
                 remedy="Use shardformer.initialize and engine.train_step(batch), or set pipe=1.",
             )
-        context = make_parallel_context(context, config)  # joins the process group before accelerate does
+        context = get_or_create_parallel_context(context, config)  # joins the process group before accelerate does
         super().__init__(*args, **kwargs)
-        self.use_context(context, config, policy)
+        self.set_parallel_context(context, config, policy)
 
-    def use_context(self, context: ParallelContext, config: ParallelConfig, policy: Any = None) -> None:
+    def set_parallel_context(
+        self, context: ParallelContext, parallel_config: ParallelConfig, policy: Any = None
+    ) -> None:
         """Set the process grid and the parallel options for the models that ``prepare`` shards.
 
         Raises ConfigError if accelerate is configured to shard the model.
@@ -194,7 +196,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "batch.",
                 remedy="Set dispatch_batches=False, so that every rank loads its own data.",
             )
-        self.context, self.config, self.policy = context, config, policy
+        self.context, self.config, self.policy = context, parallel_config, policy
         _CURRENT.context = context
 
     # --- a process is a data-parallel rank
@@ -242,10 +244,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*objects, **kwargs)
 
     def _shard_model_and_optimizers(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
+        self, model: nn.Module, optimizers: Sequence[Optimizer], data_loaders: Sequence[DataLoader[Any]]
     ) -> Optimizer | None:
         """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
-        sharded = find_sharded_model(model)
+        sharded = unwrap_sharded_model(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
             count, stage = len(optimizers), self.config.effective_zero_stage
             raise ConfigError(
@@ -259,7 +261,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 self.config,
                 self.context,
                 self.policy,
-                lambda: _get_example_inputs(model, loaders),
+                lambda: _get_example_inputs(model, data_loaders),
             )
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
         if get_metadata(sharded).context.sizes != self.context.sizes:
@@ -270,7 +272,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
         if is_plain and self.config.effective_zero_stage is not None:
-            return shard_optimizer(sharded, list(optimizers), **self.config.get_zero_options())
+            return shard_optimizer(sharded, list(optimizers), **self.config.get_zero_kwargs())
         return None
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
@@ -279,7 +281,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         A sharded model stays on its device and is not wrapped in DDP. torch.compile compiles each of its layers instead
         of the full model (``TorchDynamoPlugin``, ``torch_compile`` of ``TrainingArguments``).
         """
-        sharded = find_sharded_model(model)
+        sharded = unwrap_sharded_model(model)
         if sharded is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         _patch_transformers_reduce()
@@ -306,14 +308,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sampler = getattr(data_loader.batch_sampler, "sampler", None)
         is_seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # by accelerate
         if getattr(sampler, "generator", self) is None and not is_seeded and self.context.world is not None:
-            data_loader.batch_sampler.sampler = SharedOrderSampler(sampler, get_world_axis(self.context))  # type: ignore
+            data_loader.batch_sampler.sampler = RankSynchronizedSampler(sampler, get_world_axis(self.context))  # type: ignore
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it steps once per data-parallel rank, unless ``split_batches`` is set."""
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
-            prepared.__class__, prepared.data_ranks = DataRankScheduler, self.num_processes
+            prepared.__class__, prepared.data_ranks = DataParallelScheduler, self.num_processes
         return prepared
 
     # --- one step
@@ -321,7 +323,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients without reducing them over the data-parallel ranks."""
-        sharded = find_sharded_model(model)
+        sharded = unwrap_sharded_model(model)
         with super().no_sync(model) if sharded is None else no_sync(sharded):
             yield
 
@@ -348,10 +350,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def gather(self, tensor: Any) -> Any:
         """Gather tensors from all data-parallel ranks along dimension 0. Communicates one all-gather per tensor."""
 
-        def gather_one(x: Tensor) -> Tensor:
-            return all_gather(x.reshape(1) if x.dim() == 0 else x.contiguous(), self.context.data, 0, purpose="metrics")
+        def all_gather_tensor(local_tensor: Tensor) -> Tensor:
+            return all_gather(
+                local_tensor.reshape(1) if local_tensor.dim() == 0 else local_tensor.contiguous(),
+                self.context.data,
+                0,
+                purpose="metrics",
+            )
 
-        return recursively_apply(gather_one, to_full_tensors(tensor), error_on_other_type=True)
+        return recursively_apply(all_gather_tensor, to_full_tensors(tensor), error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather tensors or objects from all data-parallel ranks, and drop the samples that pad the last batch."""
@@ -375,15 +382,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
 
-        def reduce_one(x: Tensor) -> Tensor:
+        def reduce_tensor(local_tensor: Tensor) -> Tensor:
             if reduction == "none":
-                return x
+                return local_tensor
             total = all_reduce(
-                x.clone(), self.context.data, op="max" if reduction == "max" else "sum", purpose="metrics"
+                local_tensor.clone(), self.context.data, op="max" if reduction == "max" else "sum", purpose="metrics"
             )
             return total / self.context.data.size if reduction == "mean" else total
 
-        return recursively_apply(reduce_one, to_full_tensors(tensor), error_on_other_type=True)
+        return recursively_apply(reduce_tensor, to_full_tensors(tensor), error_on_other_type=True)
 
     def check_trigger(self) -> bool:
         """Return whether any process called ``set_trigger``. All-reduces one number over all processes."""
@@ -401,11 +408,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def sharded_models(self) -> list[nn.Module]:
         """The sharded models that were passed to ``prepare``."""
-        return [sharded for model in self._models if (sharded := find_sharded_model(model)) is not None]
+        return [sharded for model in self._models if (sharded := unwrap_sharded_model(model)) is not None]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the unsharded state dict of a model, on the CPU of every rank. All ranks must call it."""
-        sharded = find_sharded_model(model)
+        sharded = unwrap_sharded_model(model)
         return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -414,7 +421,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         accelerate writes the schedulers, random states and registered objects. ``save_checkpoint`` writes each sharded
         model and its optimizers to a folder of its own: ``shardformer_0``, ``shardformer_1`` and so on.
         """
-        with self._without_sharded_models() as models:
+        with self._hide_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
             place = _get_model_checkpoint_folder(folder, number)
@@ -430,7 +437,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
             input_dir = os.path.join(checkpoints, max(folders, key=lambda name: int(name.rpartition("_")[2])))
-        with self._without_sharded_models() as models:
+        with self._hide_sharded_models() as models:
             num_saved, is_plain = _count_saved_models(input_dir)
             if input_dir is not None and num_saved != len(models):
                 raise ConfigError(
@@ -450,22 +457,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"the model has {len(optimizers)}.",
                 remedy="Save the checkpoint with shardformer.integrations.accelerate.Accelerator.",
             )
-        weights = _load_first_existing_tensor_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+        weights = _load_first_existing_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
-        model.load_state_dict(_add_tied_weight_names(weights, model))
-        load_full_optimizer_state(
-            model, optimizers[0], _load_first_existing_tensor_file(folder, f"{OPTIMIZER_NAME}.bin")
-        )
+        model.load_state_dict(_add_tied_weights(weights, model))
+        load_full_optimizer_state_dict(model, optimizers[0], _load_first_existing_file(folder, f"{OPTIMIZER_NAME}.bin"))
 
     @contextmanager
-    def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
+    def _hide_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
         """Temporarily hide the sharded models and their optimizers from accelerate, and yield them."""
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]
         owned = [[each for each in raw if _is_optimizer_of_model(each, model)] for model in sharded]
         hidden = {id(each) for of_model in owned for each in of_model}
-        self._models = [model for model in models if find_sharded_model(model) is None]
+        self._models = [model for model in models if unwrap_sharded_model(model) is None]
         self._optimizers = [each for each in optimizers if id(getattr(each, "optimizer", each)) not in hidden]
         try:
             yield list(zip(sharded, owned, strict=True))
@@ -473,11 +478,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
 
-def has_same_samples_on_all_ranks(loader: Any) -> bool:
+def is_replicated_data_loader(data_loader: Any) -> bool:
     """Return whether every rank reads the same samples from a data loader, because ``prepare`` has not split it."""
-    is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
-    is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
-    return is_plain and is_torch and not isinstance(loader.dataset, IterableDataset)
+    is_plain = isinstance(data_loader, DataLoader) and not isinstance(data_loader, DataLoaderStateMixin)
+    is_torch = type(getattr(data_loader, "sampler", None)).__module__ == Sampler.__module__
+    return is_plain and is_torch and not isinstance(data_loader.dataset, IterableDataset)
 
 
 _CURRENT = threading.local()
@@ -494,10 +499,10 @@ def _patch_transformers_reduce() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
             patch = Patch(f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks")
-            install_patch(patch, partial(replace_attribute, module, "reduce", _reduce_over_data_ranks))
+            install_patch(patch, partial(replace_attribute, module, "reduce", _reduce_over_data_parallel_ranks))
 
 
-def _reduce_over_data_ranks(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
+def _reduce_over_data_parallel_ranks(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
     context: ParallelContext | None = getattr(_CURRENT, "context", None)
     if context is None or reduction != "mean":
         return _REDUCE(tensor, reduction, scale)
@@ -505,39 +510,46 @@ def _reduce_over_data_ranks(tensor: Tensor, reduction: str = "mean", scale: floa
     return mean * PartialState().num_processes  # by which the loss divides
 
 
-def _get_model_checkpoint_folder(folder: str | os.PathLike[str], model_index: int) -> str:
-    return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{model_index}")
+def _get_model_checkpoint_folder(checkpoint_folder: str | os.PathLike[str], model_index: int) -> str:
+    return os.path.join(checkpoint_folder, f"{CHECKPOINT_FOLDER}_{model_index}")
 
 
-def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
+def _count_saved_models(checkpoint_folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
     """Return the number of models in a checkpoint, and whether accelerate's own ``Accelerator`` saved it."""
-    names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
+    names = os.listdir(checkpoint_folder) if checkpoint_folder is not None and os.path.isdir(checkpoint_folder) else []
     sharded = sum(name.startswith(f"{CHECKPOINT_FOLDER}_") for name in names)
     plain = sum(bool(PLAIN_WEIGHTS.fullmatch(name)) for name in names)
     return sharded or plain, not sharded and plain > 0
 
 
-def _load_first_existing_tensor_file(folder: Path, *names: str) -> Any:
-    path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+def _load_first_existing_file(checkpoint_folder: Path, *file_names: str) -> Any:
+    path = next(
+        (checkpoint_folder / name for name in file_names if (checkpoint_folder / name).is_file()),
+        checkpoint_folder / file_names[0],
+    )
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
 
 
-def _add_tied_weight_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _add_tied_weights(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Add each shared weight under all of its names, because accelerate saves only one of them."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    saved = {name: group for group in names.values() for name in group if name in weights}
-    return weights | {other: weights[name] for name, group in saved.items() for other in group if other not in weights}
+    saved = {name: group for group in names.values() for name in group if name in state_dict}
+    return state_dict | {
+        other: state_dict[name] for name, group in saved.items() for other in group if other not in state_dict
+    }
 
 
-def _get_example_inputs(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
+def _get_example_inputs(model: nn.Module, data_loaders: Sequence[DataLoader[Any]]) -> Any:
     """Return example inputs for ``forward`` from the first data loader that provides any, or None."""
-    return next((found for each in loaders if (found := make_example_arguments(each, model)) is not None), None)
+    return next(
+        (found for each in data_loaders if (found := make_example_forward_kwargs(each, model)) is not None), None
+    )
 
 
-def _is_unprepared_optimizer(value: Any) -> bool:
-    return isinstance(value, Optimizer) and not getattr(value, "_is_accelerate_prepared", False)
+def _is_unprepared_optimizer(candidate: Any) -> bool:
+    return isinstance(candidate, Optimizer) and not getattr(candidate, "_is_accelerate_prepared", False)
 
 
 def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -547,9 +559,9 @@ def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
 
-def _make_unsupported_backend_error(setting: str) -> ConfigError:
+def _make_unsupported_backend_error(setting_name: str) -> ConfigError:
     return ConfigError(
-        f"accelerate is configured with {setting}.",
+        f"accelerate is configured with {setting_name}.",
         rule="Only one library can shard the model.",
         remedy="Remove this setting, and set the layout and zero_stage in parallel=ParallelConfig(...).",
     )

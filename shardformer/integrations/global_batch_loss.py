@@ -32,30 +32,30 @@ class GlobalLossAverager:
         batch_size: number of samples of this rank's batch, or None if it is unknown.
     """
 
-    def __init__(self, data: Axis) -> None:
-        self._data = data
+    def __init__(self, data_axis: Axis) -> None:
+        self._data = data_axis
         self._samples: int | None = None
         self._is_weighted = self._has_warned = self._has_warned_of_samples = False
         self.items: Any = None
         self.batch_size: int | None = None
 
     @property
-    def has_no_samples(self) -> bool:
+    def has_only_padding_samples(self) -> bool:
         """Whether this rank has only padding samples in the last batch."""
         return self._samples == 0
 
     @contextmanager
-    def set_num_samples(self, count: int | None) -> Iterator[None]:
-        """Set this rank's number of samples to ``count`` in this context. None: all ranks have equally many."""
-        self._samples, self._is_weighted = count, False
+    def set_num_samples(self, num_samples: int | None) -> Iterator[None]:
+        """Set this rank's number of samples to ``num_samples`` in this context. None: all ranks have equally many."""
+        self._samples, self._is_weighted = num_samples, False
         try:
             yield
         finally:
             self._samples = None
 
-    def detect_use_of_num_items(self, args: Any) -> None:
-        """Mark the loss as already weighted if a function receives the number of items (labels) in ``args``."""
-        self._is_weighted |= self.items is not None and any(each is self.items for each in args)
+    def detect_num_items_argument(self, call_args: Any) -> None:
+        """Mark the loss as already weighted if a function receives the number of items (labels) in ``call_args``."""
+        self._is_weighted |= self.items is not None and any(each is self.items for each in call_args)
 
     def scale_to_global_mean(self, local_mean: Tensor, local_count: float) -> Tensor:
         """Scale this rank's mean so that the average over all ranks is the mean of all values on all ranks.
@@ -65,13 +65,13 @@ class GlobalLossAverager:
         if self._data.size == 1:
             return local_mean
         self._is_weighted = True
-        local_count = 0.0 if self.has_no_samples else local_count
+        local_count = 0.0 if self.has_only_padding_samples else local_count
         total = self._sum_over_ranks(torch.tensor(float(local_count), device=local_mean.device))
         if not total:
             return local_mean  # NaN, as in one process
         return local_mean * (local_count * self._data.size / total) if local_count else local_mean.nan_to_num() * 0.0
 
-    def warn_if_unequal_labels(self, labels: Any) -> None:
+    def warn_if_unequal_label_counts(self, labels: Any) -> None:
         """Warn once if an unweighted loss is averaged over ranks that have different numbers of labels.
 
         All-gathers the numbers of labels if the loss is unweighted.
@@ -89,13 +89,13 @@ class GlobalLossAverager:
                 stacklevel=2,
             )
 
-    def warn_if_contrastive(self, loss: LossCall) -> None:
+    def warn_if_contrastive_loss(self, loss_call: LossCall) -> None:
         """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
-        logits, size = next(iter(loss.named.values())), self.batch_size
-        if self._has_warned_of_samples or not loss.has_class_index_targets or tuple(logits.shape) != (size, size):
+        logits, size = next(iter(loss_call.bound_arguments.values())), self.batch_size
+        if self._has_warned_of_samples or not loss_call.has_class_index_targets or tuple(logits.shape) != (size, size):
             return
-        assert loss.basis is not None
-        if size is not None and size > 1 and loss.basis.tolist() == list(range(size)):
+        assert loss_call.labels_or_weights is not None
+        if size is not None and size > 1 and loss_call.labels_or_weights.tolist() == list(range(size)):
             self._has_warned_of_samples = True
             warnings.warn(
                 f"The loss compares the {size} samples of each data-parallel rank with each other, so each sample is "
@@ -113,41 +113,41 @@ class GlobalLossAverager:
             return loss
         if self._samples is not None and not self._is_weighted:
             loss = self.scale_to_global_mean(loss, self._samples)
-        elif self.has_no_samples:
+        elif self.has_only_padding_samples:
             loss = loss.nan_to_num() * 0.0
         return all_reduce(loss.clone(), self._data, purpose="loss") / self._data.size
 
-    def _sum_over_ranks(self, number: Tensor) -> float:
-        return float(all_reduce(number, self._data, purpose="loss"))
+    def _sum_over_ranks(self, local_count: Tensor) -> float:
+        return float(all_reduce(local_count, self._data, purpose="loss"))
 
 
 class WeightedLossMode(TorchFunctionMode):
     """A torch function mode that weights each mean loss by the number of labels that this rank has."""
 
-    def __init__(self, mean: GlobalLossAverager) -> None:
+    def __init__(self, loss_averager: GlobalLossAverager) -> None:
         super().__init__()
-        self._mean = mean
+        self._mean = loss_averager
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._mean.detect_use_of_num_items((*args, *kwargs.values()))
+        self._mean.detect_num_items_argument((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.from_call_arguments(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
-        self._mean.warn_if_contrastive(call)
+        self._mean.warn_if_contrastive_loss(call)
         return self._mean.scale_to_global_mean(call.compute_loss(), float(call.compute_mean_denominator()))
 
 
 class DataParallelLabelSmoother:
     """A wrapper around Trainer's label smoother that weights the loss by the number of labels on this rank."""
 
-    def __init__(self, smoother: Any, mean: GlobalLossAverager) -> None:
-        self._smoother, self._mean = smoother, mean
+    def __init__(self, label_smoother: Any, loss_averager: GlobalLossAverager) -> None:
+        self._smoother, self._mean = label_smoother, loss_averager
 
-    def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
+    def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         full = {"logits": to_full_tensors(logits)}  # the smoother writes into results of sharded logits
-        loss: Tensor = self._smoother(full, labels, shift_labels=shift_labels, **options)
-        if options.get("num_items_in_batch") is not None:
+        loss: Tensor = self._smoother(full, labels, shift_labels=shift_labels, **kwargs)
+        if kwargs.get("num_items_in_batch") is not None:
             return loss
         counted = labels[..., 1:] if shift_labels else labels
         return self._mean.scale_to_global_mean(loss, float(counted.ne(self._smoother.ignore_index).sum()))

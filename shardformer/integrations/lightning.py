@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.plain_state import load_full_optimizer_state
+from shardformer.checkpoint.plain_state import load_full_optimizer_state_dict
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collective_call import run_and_compare_across_ranks
-from shardformer.comm.collectives import all_gather_numbers
+from shardformer.comm.collectives import all_gather_ints
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.filesystem import release_folder_lock
@@ -39,9 +39,9 @@ from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
-from shardformer.random_state import preserve_cpu_random_states
-from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_engine_without_data, make_parallel_context
+from shardformer.random_state import preserve_cpu_rng_states
+from shardformer.training.data_loader import make_example_forward_kwargs
+from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data
 
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
@@ -84,7 +84,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     precision_plugin: Any
     optimizers: list[Optimizer]
 
-    def __init__(self, parallel: Any = None, *, policy: Any = None, **options: Any) -> None:
+    def __init__(self, parallel: Any = None, *, policy: Any = None, **kwargs: Any) -> None:
         self.parallel, self.policy = ParallelConfig.from_value(parallel), policy
         default = ParallelConfig()
         for name, remedy in UNSUPPORTED_FIELDS.items():
@@ -96,14 +96,14 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 remedy="Set zero_stage=1 in ParallelConfig, or use Trainer(detect_anomaly=True).",
             )
         known = ("process_group_backend", "timeout", "cluster_environment")
-        for name in options:
+        for name in kwargs:
             if name not in known:
                 supported = ", ".join(known)
                 raise ConfigError(
                     f"ShardFormerStrategy received the unknown argument {name}.",
                     remedy=f"Remove it. The supported arguments are parallel, policy, {supported}.",
                 )
-        super().__init__(**options)
+        super().__init__(**kwargs)
         self.context: ParallelContext | None = None
         self._label_transforms: dict[int, LabelTransform] = {}
 
@@ -112,7 +112,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Initialize the process group and create the process grid."""
         super().setup_environment()
-        self.context = make_parallel_context(self.context, self.parallel)
+        self.context = get_or_create_parallel_context(self.context, self.parallel)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, together with the optimizer that ``configure_optimizers`` returns."""
@@ -127,7 +127,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             self.setup_optimizers(trainer)
         optimizers, example = self.optimizers if is_fitting else None, partial(self._get_example_inputs, trainer)
         engine = make_engine_without_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
-        self._move_unsharded_modules()
+        self._move_unsharded_modules_to_device()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
         self.precision_plugin.main_params = lambda _: engine.model.parameters()
         self.precision_plugin.clip_gradients = partial(pl.plugins.Precision.clip_gradients, self.precision_plugin)
@@ -143,10 +143,10 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def _get_example_inputs(self, trainer: Any) -> Any:
         """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
-        with preserve_cpu_random_states():
-            return make_example_arguments(source.dataloader(), self.sharded_model) if source.is_defined() else None
+        with preserve_cpu_rng_states():
+            return make_example_forward_kwargs(source.dataloader(), self.sharded_model) if source.is_defined() else None
 
-    def _move_unsharded_modules(self) -> None:
+    def _move_unsharded_modules_to_device(self) -> None:
         """Move all of the LightningModule except the sharded model to this rank's device."""
         modules, name = self.lightning_module._modules, self._model_attribute_name
         model = modules[name]
@@ -277,7 +277,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
         All-gathers one integer from each rank.
         """
-        found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world_axis)]
+        found = [bool(number) for (number,) in all_gather_ints([int(decision)], self._world_axis)]
         return sum(found) == len(found) if all else any(found)
 
     # --- one step
@@ -385,7 +385,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer state that another Lightning strategy saved. ``load_checkpoint`` loads sharded states."""
         if any(checkpoint["optimizer_states"]):
-            load_full_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
+            load_full_optimizer_state_dict(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def teardown(self) -> None:
         """Tear down Lightning's plugins, but leave the sharded model on its device."""
@@ -394,8 +394,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.accelerator.teardown()
 
 
-def _is_world_group(group: Any) -> bool:
-    return group is None or group is torch.distributed.group.WORLD
+def _is_world_group(process_group: Any) -> bool:
+    return process_group is None or process_group is torch.distributed.group.WORLD
 
 
 def _return_false() -> bool:

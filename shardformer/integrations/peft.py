@@ -49,37 +49,37 @@ def _patch_peft_constructors() -> Undo:
     from peft.tuners.tuners_utils import BaseTuner
 
     kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
-    new = [(kind, _wrap_peft_constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
+    new = [(kind, _wrap_peft_constructor(kind.__init__, is_model_wrapper=is_wrapper)) for kind, is_wrapper in kinds]
     return chain_undo_functions(*(replace_attribute(kind, "__init__", made) for kind, made in new))
 
 
-def _wrap_peft_constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
+def _wrap_peft_constructor(original_init: Callable[..., None], *, is_model_wrapper: bool) -> Callable[..., None]:
     """Wrap a PEFT constructor so that it also shards the adapters that it adds to a sharded model.
 
     Args:
-        wraps_model: whether the user calls the constructed object instead of the model.
+        is_model_wrapper: whether the user calls the constructed object instead of the model.
     """
 
-    @wraps(original)
-    def __init__(
+    @wraps(original_init)
+    def sharding_init(
         self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
     ) -> None:
         if METADATA_ATTRIBUTE not in getattr(model, "__dict__", {}) or _IS_CHANGING.get():
-            original(self, model, peft_config, adapter_name, *args, **kwargs)
+            original_init(self, model, peft_config, adapter_name, *args, **kwargs)
             return
 
-        def change() -> Any:
+        def run_original_init() -> Any:
             token = _IS_CHANGING.set(True)
             try:
-                original(self, model, peft_config, adapter_name, *args, **kwargs)
+                original_init(self, model, peft_config, adapter_name, *args, **kwargs)
             finally:
                 _IS_CHANGING.reset(token)
-            return self if wraps_model else model
+            return self if is_model_wrapper else model
 
         config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
-        add_and_shard_adapters(model, config, change)
+        add_and_shard_adapters(model, config, run_original_init)
 
-    return __init__
+    return sharding_init
 
 
 PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install_patch, ADAPTER_PATCH, _patch_peft_constructors))

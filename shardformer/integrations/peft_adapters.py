@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import all_reduce, copy_to_tp_region, scatter_to_region
 from shardformer.context_parallel.sequence_layout import ContextParallelState, IndexShards
 from shardformer.errors import ConfigError
-from shardformer.layout.packed_weights import add_mixins
+from shardformer.layout.packed_weights import add_mixin_classes
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.grid_layers import GridModule
+from shardformer.tensor_parallel.grid_layers import GridParallelModule
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,
@@ -70,14 +70,16 @@ class AdapterDropout(nn.Module):
         sequence: the state of context parallelism, or None if each rank has all positions.
     """
 
-    def __init__(self, p: float, split: Split | None, axis: Axis, sequence: ContextParallelState | None) -> None:
+    def __init__(
+        self, p: float, split: Split | None, axis: Axis, context_parallel_state: ContextParallelState | None
+    ) -> None:
         super().__init__()
-        self.p, self.split, self.axis, self.sequence = p, split, axis, sequence
+        self.p, self.split, self.axis, self.sequence = p, split, axis, context_parallel_state
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        positions = self._get_local_positions(x)
+        positions = self._get_local_index_shards(x)
         shape = [*x.shape[:-1], x.shape[-1] if self.split is None else self.split.full]
         if positions is not None:
             shape[1] = positions.full
@@ -88,27 +90,27 @@ class AdapterDropout(nn.Module):
             mask = mask.index_select(-1, self.split.indices(self.axis.rank).to(x.device))
         return x * mask
 
-    def _get_local_positions(self, x: Tensor) -> IndexShards | None:
+    def _get_local_index_shards(self, hidden_states: Tensor) -> IndexShards | None:
         state = self.sequence
-        if state is None or x.dim() < 3:
+        if state is None or hidden_states.dim() < 3:
             return None
         if state.current is None:  # between the layers, unless activation checkpointing recomputes a layer
-            found = state.find_positions_by_local_length(x.shape[1]) if current_graph_task_id() >= 0 else None
+            found = state.find_layout_by_local_length(hidden_states.shape[1]) if current_graph_task_id() >= 0 else None
             return None if found is None else state.get_index_shards(found.length)
         seen = [state.current, *state.seen_in_forward.values()]
-        lengths = [each.length for each in seen if state.get_local_length(each.length) == x.shape[1]]
+        lengths = [each.length for each in seen if state.get_local_length(each.length) == hidden_states.shape[1]]
         return state.get_index_shards(lengths[0]) if lengths else None
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def has_complete_gradients(tuner: nn.Module) -> bool:
+def has_full_gradients(tuner_layer: nn.Module) -> bool:
     """Return whether every rank has the complete gradients of an adapter after the backward pass."""
-    return isinstance(tuner, _FullParametersMixin)
+    return isinstance(tuner_layer, _FullParametersMixin)
 
 
-class _RunInsideParallelLayerMixin:
+class _ParallelLayerAdapterMixin:
     """A mixin that runs an adapter between the input and the output communication of its parallel layer."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -120,24 +122,24 @@ class _RunInsideParallelLayerMixin:
 
 
 @contextmanager
-def _prepare_base_layer_for_adapter(base: ParallelLinear, training: bool) -> Iterator[None]:
+def _prepare_base_layer_for_adapter(base_layer: ParallelLinear, training: bool) -> Iterator[None]:
     """Temporarily hide a base layer's bias if it is added later, and use one random state on all ranks."""
     with ExitStack() as stack:
-        if training and base.block is not None:
-            stack.enter_context(base.block.use_shared_random_state())
-        if base.bias is None or not _has_deferred_bias(base):
+        if training and base_layer.block is not None:
+            stack.enter_context(base_layer.block.use_shared_random_state())
+        if base_layer.bias is None or not _has_deferred_bias(base_layer):
             yield
             return
-        bias = base._parameters["bias"]
-        base._parameters["bias"] = None
+        bias = base_layer._parameters["bias"]
+        base_layer._parameters["bias"] = None
         try:
             yield
         finally:
-            base._parameters["bias"] = bias
+            base_layer._parameters["bias"] = bias
 
 
-def _has_deferred_bias(base: ParallelLinear) -> bool:
-    return isinstance(base, Linear1D_Row) or base.fused_bias is None
+def _has_deferred_bias(base_layer: ParallelLinear) -> bool:
+    return isinstance(base_layer, Linear1D_Row) or base_layer.fused_bias is None
 
 
 class _FullDeltaWeightMixin:
@@ -186,10 +188,12 @@ class _FullParametersMixin:
                 del self.__dict__[name]
 
 
-def _select_local_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
-    if base.split.is_partition:
-        return scatter_to_region(param, base.axis, dim, base.split)
-    return copy_to_tp_region(param, base.axis).index_select(dim, base.split.indices(base.axis.rank).to(param.device))
+def _select_local_features(param: Tensor, dim: int, base_layer: ParallelLinear) -> Tensor:
+    if base_layer.split.is_partition:
+        return scatter_to_region(param, base_layer.axis, dim, base_layer.split)
+    return copy_to_tp_region(param, base_layer.axis).index_select(
+        dim, base_layer.split.indices(base_layer.axis.rank).to(param.device)
+    )
 
 
 class _DistributedNormMixin:
@@ -215,107 +219,109 @@ class _CompilableDoraMixin:
 
     def forward(self: Any, x: Tensor, *, base_layer: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() and type(base_layer.weight) is nn.Parameter:
-            base_layer = _DequantizedBaseLayer(base_layer)
+            base_layer = _DequantizableBaseLayer(base_layer)
         y: Tensor = super().forward(x, base_layer=base_layer, **kwargs)  # type: ignore[misc]
         return y
 
 
-class _DequantizedBaseLayer:
+class _DequantizableBaseLayer:
     """A wrapper around a base layer that makes PEFT read the weight by calling ``dequantize``."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
-    def __init__(self, base: Any) -> None:
-        self._base, self.bias = base, base.bias
+    def __init__(self, base_layer: Any) -> None:
+        self._base, self.bias = base_layer, base_layer.bias
 
     def dequantize(self) -> Tensor:
         weight: Tensor = self._base.weight
         return weight
 
 
-def shard_adapter(tuner: Any, path: str, context_parallel: ContextParallelState | None) -> None:
+def shard_adapter(tuner_layer: Any, module_path: str, context_parallel_state: ContextParallelState | None) -> None:
     """Shard the parameters of an adapter in place, and make its ``forward`` call the parallel base layer.
 
     Adapters that were sharded before stay unchanged. Communicates nothing.
 
     Args:
-        context_parallel: the state of context parallelism.
+        context_parallel_state: the state of context parallelism.
 
     Raises:
         ConfigError: if this kind of adapter cannot run on this parallel layer.
     """
-    base = tuner.get_base_layer()
-    for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
+    base = tuner_layer.get_base_layer()
+    for dora in getattr(tuner_layer, "lora_magnitude_vector", {}).values():
         if type(dora).__name__ == "DoraLinearLayer":
-            add_mixins(dora, _CompilableDoraMixin)
+            add_mixin_classes(dora, _CompilableDoraMixin)
     if not isinstance(base, ParallelModule):
-        _replace_adapter_dropout(tuner, None, Axis("none"), context_parallel)
+        _replace_adapter_dropout(tuner_layer, None, Axis("none"), context_parallel_state)
         return
-    parameters = _get_adapter_parameters(tuner, base, path)
+    parameters = _get_adapter_parameters(tuner_layer, base, module_path)
     names = [name for name, _, _ in parameters]
     if isinstance(base, EMBEDDINGS):
-        add_mixins(tuner, _FullDeltaWeightMixin)
+        add_mixin_classes(tuner_layer, _FullDeltaWeightMixin)
         vars(base).update(
             max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
         )  # the adapter reads them
         return
     reads_all = "lora_E" in names
     if reads_all:
-        add_mixins(tuner, _FullParametersMixin, _RunInsideParallelLayerMixin, _FullDeltaWeightMixin)
+        add_mixin_classes(tuner_layer, _FullParametersMixin, _ParallelLayerAdapterMixin, _FullDeltaWeightMixin)
     elif any(name.startswith(FULL_DELTA) for name in names):
-        add_mixins(tuner, _RunInsideParallelLayerMixin, _FullDeltaWeightMixin)
+        add_mixin_classes(tuner_layer, _ParallelLayerAdapterMixin, _FullDeltaWeightMixin)
     elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
-        add_mixins(tuner, _RunInsideParallelLayerMixin)
+        add_mixin_classes(tuner_layer, _ParallelLayerAdapterMixin)
     kind, features = ("in", "in_features") if isinstance(base, Linear1D_Row) else ("out", "out_features")
     for name, owner, key in parameters:
-        counted, dim = _get_feature_kind_and_dim(tuner, name)
+        counted, dim = _get_feature_kind_and_dim(tuner_layer, name)
         if counted == kind and not reads_all and key not in vars(owner).get("shard_specs", {}):
             shard_parameter(owner, key, {dim: base.split}, base.axis)
             if hasattr(owner, features):
                 vars(owner)[features] = owner._parameters["weight"].shape[dim]  # type: ignore[union-attr]
-    if isinstance(tuner, _RunInsideParallelLayerMixin):
+    if isinstance(tuner_layer, _ParallelLayerAdapterMixin):
         base.is_inside_adapter = True
         if isinstance(base, Linear1D_Col) and base.block is not None:
             base.block.has_adapters = True
     if isinstance(base, Linear1D_Row):
-        _replace_adapter_dropout(tuner, base.split, base.axis, context_parallel)
-        for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
-            add_mixins(dora, _DistributedNormMixin)
+        _replace_adapter_dropout(tuner_layer, base.split, base.axis, context_parallel_state)
+        for dora in getattr(tuner_layer, "lora_magnitude_vector", {}).values():
+            add_mixin_classes(dora, _DistributedNormMixin)
             dora.axis = base.axis
     else:
-        _replace_adapter_dropout(tuner, None, base.axis, context_parallel)
+        _replace_adapter_dropout(tuner_layer, None, base.axis, context_parallel_state)
     for table in ("vera_A", "vera_B"):
-        if table in tuner._modules:
-            _slice_shared_vera_matrix(tuner, table, base, kind)
+        if table in tuner_layer._modules:
+            _slice_shared_vera_matrix(tuner_layer, table, base, kind)
 
 
 def _replace_adapter_dropout(
-    tuner: Any, split: Split | None, axis: Axis, context_parallel: ContextParallelState | None
+    tuner_layer: Any, split: Split | None, axis: Axis, context_parallel_state: ContextParallelState | None
 ) -> None:
-    if split is None and context_parallel is None:
+    if split is None and context_parallel_state is None:
         return  # each rank has the full input
-    for child in tuner.children():
+    for child in tuner_layer.children():
         for name, module in child.items() if isinstance(child, nn.ModuleDict) else ():
             if type(module) is nn.Dropout and module.p > 0:
-                child[name] = AdapterDropout(module.p, split, axis, context_parallel).train(module.training)
+                child[name] = AdapterDropout(module.p, split, axis, context_parallel_state).train(module.training)
 
 
-def _slice_shared_vera_matrix(tuner: Any, matrix_name: str, base: ParallelLinear, kind: str) -> None:
+def _slice_shared_vera_matrix(
+    tuner_layer: Any, matrix_name: str, base_layer: ParallelLinear, feature_kind: str
+) -> None:
     """Make a VeRA adapter use this rank's slice of a matrix that all VeRA adapters share."""
     dim = 1 if matrix_name == "vera_A" else 0
-    if (kind == "in") != (matrix_name == "vera_A"):
+    if (feature_kind == "in") != (matrix_name == "vera_A"):
         return
     # in the attributes, which Python finds before the registered table
-    tuner.__dict__[matrix_name] = _LocalSliceMapping(
-        tuner._modules[matrix_name], dim, base.split.indices(base.axis.rank)
+    tuner_layer.__dict__[matrix_name] = _LocalSliceMapping(
+        tuner_layer._modules[matrix_name], dim, base_layer.split.indices(base_layer.axis.rank)
     )
 
 
 class _LocalSliceMapping(Mapping[str, Tensor]):
     """A mapping from names to this rank's slices of the full matrices in another mapping."""
 
-    def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
-        self._table, self._dim, self._indices = table, dim, indices
+    def __init__(self, full_matrices: Any, dim: int, indices: Tensor) -> None:
+        self._table, self._dim, self._indices = full_matrices, dim, indices
 
     def __getitem__(self, name: str) -> Tensor:
         full: Tensor = self._table[name]
@@ -328,19 +334,21 @@ class _LocalSliceMapping(Mapping[str, Tensor]):
         return len(self._table)
 
 
-def _get_feature_kind_and_dim(tuner: Any, name: str) -> tuple[str, int]:
-    if name == "ia3_l":
-        return ("in", 1) if tuner.is_feedforward else ("out", 0)
-    return FEATURE_DIMS.get(name, ("", 0))
+def _get_feature_kind_and_dim(tuner_layer: Any, attribute_name: str) -> tuple[str, int]:
+    if attribute_name == "ia3_l":
+        return ("in", 1) if tuner_layer.is_feedforward else ("out", 0)
+    return FEATURE_DIMS.get(attribute_name, ("", 0))
 
 
-def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
+def _get_adapter_parameters(
+    tuner_layer: Any, base_layer: ParallelModule, module_path: str
+) -> list[tuple[str, nn.Module, str]]:
     """Return an adapter's parameters and their modules, or raise ConfigError if the adapter is not supported."""
-    kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
+    kind = f"{type(tuner_layer).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
     found = [
         (name, owner, key)
-        for name, child in tuner.named_children()
-        if child is not tuner.base_layer
+        for name, child in tuner_layer.named_children()
+        if child is not tuner_layer.base_layer
         for owner in child.modules()
         for key, param in owner._parameters.items()
         if param is not None
@@ -348,44 +356,46 @@ def _get_adapter_parameters(tuner: Any, base: ParallelModule, path: str) -> list
     known = (*FEATURE_DIMS, *REPLICATED, "ia3_l", "lora_embedding_A", "lora_embedding_B")
     unknown = next((name for name, _, _ in found if name not in known and not name.startswith(FULL_DELTA)), None)
     why = None
-    if isinstance(base, GridModule):
+    if isinstance(base_layer, GridParallelModule):
         why = "tensor_parallel_mode other than '1d' shards both dims of a weight"
-    elif not isinstance(base, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)):
-        why = f"the layer is a {type(base).__name__}"
-    elif hasattr(tuner, "parameter_name"):
+    elif not isinstance(base_layer, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)):
+        why = f"the layer is a {type(base_layer).__name__}"
+    elif hasattr(tuner_layer, "parameter_name"):
         why = "target_parameters changes a parameter of the layer instead of adding to its output"
     elif unknown is not None or not found:
         why = f"its parameter {unknown} has an unknown layout" if found else "it has no parameters of its own"
-    elif variants := [type(v).__name__ for v in getattr(tuner, "lora_variant", {}).values() if "Dora" not in str(v)]:
+    elif variants := [
+        type(v).__name__ for v in getattr(tuner_layer, "lora_variant", {}).values() if "Dora" not in str(v)
+    ]:
         why = f"{variants[0]} is not supported"
-    elif isinstance(base, EMBEDDINGS) and getattr(tuner, "lora_magnitude_vector", None):
+    elif isinstance(base_layer, EMBEDDINGS) and getattr(tuner_layer, "lora_magnitude_vector", None):
         why = "DoRA needs the norms of all embedding vectors on one rank"
-    elif isinstance(base, EMBEDDINGS) and base.factor != 1:
+    elif isinstance(base_layer, EMBEDDINGS) and base_layer.factor != 1:
         why = "the embedding scales its vectors"
-    elif isinstance(base, Linear1D_Row) and any(getattr(tuner, "lora_bias", {}).values()):
+    elif isinstance(base_layer, Linear1D_Row) and any(getattr(tuner_layer, "lora_bias", {}).values()):
         why = "lora_bias=True on a row-parallel linear layer would be added once per rank"
-    elif isinstance(base, Linear1D_Col) and base.bias is not None and base.fused_bias is None:
+    elif isinstance(base_layer, Linear1D_Col) and base_layer.bias is not None and base_layer.fused_bias is None:
         scales = any(name in ("lora_magnitude_vector", "ia3_l") for name, _, _ in found)
         why = "it scales the output with its bias, which a fused operation adds later" if scales else None
-    elif tuner.merged_adapters:
+    elif tuner_layer.merged_adapters:
         why = "it is merged. Call unmerge_adapter() first"
     if why is None:
         return found
     raise ConfigError(
-        f"The {kind} on {path} cannot be sharded: {why}.",
+        f"The {kind} on {module_path} cannot be sharded: {why}.",
         remedy="Remove this module from target_modules, use another adapter, or replace the tensor axis by data "
         "parallelism or ZeRO.",
     )
 
 
-def detach_adapter(tuner: Any) -> None:
+def restore_parallel_base_layer(tuner_layer: Any) -> None:
     """Restore a parallel linear layer to normal operation after PEFT has removed its adapter."""
-    base = tuner.get_base_layer()
+    base = tuner_layer.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
 
 
-def shard_copy_like_original(copied: nn.Module, original: nn.Module, path: str) -> nn.Module:
+def shard_trainable_copy(module_copy: nn.Module, original: nn.Module, module_path: str) -> nn.Module:
     """Shard a trainable copy of a module, such as one in ``modules_to_save``, in the same way as the original.
 
     Returns the copy unchanged if the original is replicated. Raises ConfigError if the original is inside a
@@ -395,13 +405,13 @@ def shard_copy_like_original(copied: nn.Module, original: nn.Module, path: str) 
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
-            f"modules_to_save does not support {path}, because tensor parallelism shards it.",
+            f"modules_to_save does not support {module_path}, because tensor parallelism shards it.",
             remedy="Add it to target_modules instead, and list only embeddings, heads and norms in modules_to_save.",
         )
-    if not isinstance(original, ParallelModule) or isinstance(copied, ParallelModule):
-        return copied
-    trains: Sequence[bool] = [p.requires_grad for p in copied.parameters()]
-    new = type(original).from_native_module(copied, original.axis, split=original.split)
+    if not isinstance(original, ParallelModule) or isinstance(module_copy, ParallelModule):
+        return module_copy
+    trains: Sequence[bool] = [p.requires_grad for p in module_copy.parameters()]
+    new = type(original).from_native_module(module_copy, original.axis, split=original.split)
     for name in ("gather_output", "skip_bias_add", "sums_later", "factor"):
         if name in vars(original):
             vars(new)[name] = vars(original)[name]

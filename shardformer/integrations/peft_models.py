@@ -18,13 +18,13 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.integrations import shard_peft_model
 from shardformer.integrations.peft_adapters import EMBEDDINGS
 from shardformer.integrations.shard_peft_model import has_default_forward, is_tuner_model, unwrap_peft_model
-from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
+from shardformer.layout.packed_weights import check_no_packed_weights, get_packed_weights_numel
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.quantized_linear import QuantizedLinear, make_4bit_placeholder
+from shardformer.tensor_parallel.quantized_linear import QuantizedLinear, make_unsharded_4bit_placeholder
 from shardformer.torch_compat import IncompatibleKeys
 from shardformer.transformers_compat import find_embeddings
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
@@ -33,7 +33,7 @@ NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 """Methods whose new adapters do not depend on the values of the weights; LoRA depends on its options."""
 
 
-def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[], Any]) -> Any:
+def add_and_shard_adapters(model: Any, peft_config: Any, add_adapters_fn: Callable[[], Any]) -> Any:
     """Replace parallel layers with plain layers, let PEFT add adapters to the model, and then shard the adapters.
 
     All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
@@ -41,7 +41,7 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
 
     Args:
         model: the sharded model, or PEFT's wrapper around it.
-        config: the configuration of the new adapters.
+        peft_config: the configuration of the new adapters.
 
     Raises:
         ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
@@ -50,22 +50,23 @@ def add_and_shard_adapters(model: Any, config: Any, add_adapters_fn: Callable[[]
     shard_peft_model.check_peft_version()
     state, inner = get_metadata(model), unwrap_peft_model(model)
     _check_can_change_adapters(state)
-    needs_values = _needs_base_weights(config)
-    saved = getattr(config, "modules_to_save", None) or ()
+    needs_values = _needs_base_weights(peft_config)
+    saved = getattr(peft_config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(config).__name__} reads weights or copies modules, so it cannot be added to a model that is "
+            f"This {type(peft_config).__name__} reads weights or copies modules, so it cannot be added to a model "
+            "that is "
             f"sharded with pipe={state.context.pipe.size}.",
             remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:
-        check_no_packed_weights(inner, f"This {type(config).__name__}, which is computed from the weights,")
+        check_no_packed_weights(inner, f"This {type(peft_config).__name__}, which is computed from the weights,")
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
     with checks.restore_model_on_error(model):
         layers = _find_parallel_layers(inner)
         with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
-        plain = {path: _make_plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
+        plain = {path: _make_unsharded_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
             shard_peft_model.set_submodule(inner, path, layer)
         with (
@@ -95,13 +96,13 @@ def _check_can_change_adapters(metadata: ShardingMetadata) -> None:
         )
 
 
-def _needs_base_weights(config: Any) -> bool:
-    if config.is_prompt_learning:
+def _needs_base_weights(peft_config: Any) -> bool:
+    if peft_config.is_prompt_learning:
         return True
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
     if kind == "LORA":
-        plain = getattr(config, "init_lora_weights", True) in (True, False, "gaussian")
-        return not plain or bool(config.use_dora)
+        plain = getattr(peft_config, "init_lora_weights", True) in (True, False, "gaussian")
+        return not plain or bool(peft_config.use_dora)
     return kind not in NEEDS_NO_VALUES
 
 
@@ -114,10 +115,10 @@ def _find_parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
     }
 
 
-def _make_plain_layer(layer: Any, metadata: ShardingMetadata, with_values: bool) -> nn.Module:
+def _make_unsharded_layer(layer: Any, metadata: ShardingMetadata, copy_weights: bool) -> nn.Module:
     """Return an unsharded copy of a parallel layer, with the full weights or zeros."""
     if isinstance(layer, QuantizedLinear):
-        return make_4bit_placeholder(layer)
+        return make_unsharded_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
         plain: Any = nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
     elif layer.transposed:
@@ -134,24 +135,26 @@ def _make_plain_layer(layer: Any, metadata: ShardingMetadata, with_values: bool)
         spec = layer.shard_specs[name]
         full = (
             gather_full_tensor(param.detach(), spec, metadata.get_axis)
-            if with_values
+            if copy_weights
             else param.new_zeros(()).expand(spec.shape)  # takes no memory
         )
         plain._parameters[name] = nn.Parameter(full, requires_grad=param.requires_grad)
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _copy_changes_to_parallel_layer(layer: ParallelModule, plain: nn.Module, metadata: ShardingMetadata) -> None:
+def _copy_changes_to_parallel_layer(
+    parallel_layer: ParallelModule, plain_layer: nn.Module, metadata: ShardingMetadata
+) -> None:
     """Copy the changes that PEFT made to a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
-    for name, param in layer._parameters.items():
-        full = plain._parameters[name]
+    for name, param in parallel_layer._parameters.items():
+        full = plain_layer._parameters[name]
         if param is None or full is None:
             continue
         param.requires_grad_(full.requires_grad)
         if full.numel() == 1 or any(full.stride()):  # it has values
             with torch.no_grad():
-                param.copy_(layer.shard_specs[name].slice_full_tensor(full.detach(), metadata.coords))
-    shard_peft_model.move_hooks_between(plain, layer)
+                param.copy_(parallel_layer.shard_specs[name].slice_full_tensor(full.detach(), metadata.coords))
+    shard_peft_model.move_hooks(plain_layer, parallel_layer)
 
 
 def patch_peft_methods(model: Any) -> None:
@@ -169,73 +172,75 @@ def patch_peft_methods(model: Any) -> None:
 class _TunerForwardWithHooks:
     """A replacement for AdaLoRA's ``forward`` method, which also runs the hooks of the model that it calls."""
 
-    def __init__(self, tuner: nn.Module) -> None:
-        self._tuner = tuner
+    def __init__(self, tuner_model: nn.Module) -> None:
+        self._tuner = tuner_model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tuner: Any = self._tuner
         attributes = tuner.model.__dict__
         own = {name: attributes[name] for name in ("forward",) if name in attributes}
 
-        def restore() -> None:
+        def restore_forward() -> None:
             attributes.pop("forward", None)
             attributes.update(own)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            restore()
+        def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
+            restore_forward()
             return tuner.model(*args, **kwargs)
 
-        attributes["forward"] = call
+        attributes["forward"] = call_with_hooks
         try:
             return type(tuner).forward(tuner, *args, **kwargs)
         finally:
-            restore()
+            restore_forward()
 
 
-def _add_adapter(self: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
-    def change() -> Any:
-        type(self).add_adapter(self, adapter_name, peft_config, **options)
-        return self
+def _add_adapter(peft_model: Any, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
+    def call_add_adapter() -> Any:
+        type(peft_model).add_adapter(peft_model, adapter_name, peft_config, **kwargs)
+        return peft_model
 
-    add_and_shard_adapters(self, peft_config, change)
+    add_and_shard_adapters(peft_model, peft_config, call_add_adapter)
 
 
-def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **options: Any) -> Any:
-    state = get_metadata(self)
-    options.setdefault("torch_device", str(state.context.device))
-    load = partial(type(self).load_adapter, self, model_id, adapter_name, is_trainable, **options)
+def _load_adapter(peft_model: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
+    state = get_metadata(peft_model)
+    kwargs.setdefault("torch_device", str(state.context.device))
+    load = partial(type(peft_model).load_adapter, peft_model, model_id, adapter_name, is_trainable, **kwargs)
     if state.parameter_owner is None:
         return load()
     values: dict[str, Tensor] = {}
 
-    def keep(state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
+    def capture_state_dict(state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
         values.update(state_dict)
-        return IncompatibleKeys([name for name in self.state_dict() if name not in state_dict], [])
+        return IncompatibleKeys([name for name in peft_model.state_dict() if name not in state_dict], [])
 
-    _, prefix = get_sharded_module(self)
+    _, prefix = get_sharded_module(peft_model)
 
-    def show(name: str, param: Tensor) -> Tensor:
-        return param if name.startswith(prefix) else torch.zeros_like(param, device=state.context.device)
+    def get_full_value(param_name: str, param: Tensor) -> Tensor:
+        return param if param_name.startswith(prefix) else torch.zeros_like(param, device=state.context.device)
 
-    with _use_full_parameters(self, show) as full:
-        self.__dict__["load_state_dict"] = keep
+    with _use_full_parameters(peft_model, get_full_value) as full:
+        peft_model.__dict__["load_state_dict"] = capture_state_dict
         try:
             loaded = load()
         finally:
-            self.__dict__["load_state_dict"] = load_state_dict.__get__(self)
+            peft_model.__dict__["load_state_dict"] = load_state_dict.__get__(peft_model)
     prompts = {name: param.detach() for name, param in full.items() if not param.is_meta}  # PEFT itself copies these
-    self.load_state_dict({**values, **prompts}, strict=False)
+    peft_model.load_state_dict({**values, **prompts}, strict=False)
     return loaded
 
 
 @contextmanager
-def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+def _use_full_parameters(
+    model: Any, get_full_value: Callable[[str, Tensor], Tensor]
+) -> Iterator[dict[str, nn.Parameter]]:
     """Temporarily give a model full parameters instead of those sharded by ZeRO stage 3, and yield them by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 
     Args:
-        get_value: (name, meta tensor) -> value of the full parameter.
+        get_full_value: (name, meta tensor) -> value of the full parameter.
     """
     groups = getattr(get_metadata(model).gradient_owner, "stage3_param_groups", ())
     gathered = {id(p) for group in groups for p in group.params}
@@ -243,7 +248,7 @@ def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor])
     full: dict[str, nn.Parameter] = {}
     try:
         for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
-            value = get_value(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            value = get_full_value(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
             owner, leaf = get_parent_and_attribute_name(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -254,42 +259,44 @@ def _use_full_parameters(model: Any, get_value: Callable[[str, Tensor], Tensor])
             owner._parameters[leaf] = param
 
 
-def _delete_adapter(self: Any, adapter_name: str) -> None:
-    _check_can_change_adapters(get_metadata(self))
-    type(self).delete_adapter(self, adapter_name)
-    shard_peft_model.remove_adapter_metadata(self, unwrap_peft_model(self), adapter_name)
+def _delete_adapter(peft_model: Any, adapter_name: str) -> None:
+    _check_can_change_adapters(get_metadata(peft_model))
+    type(peft_model).delete_adapter(peft_model, adapter_name)
+    shard_peft_model.remove_adapter_metadata(peft_model, unwrap_peft_model(peft_model), adapter_name)
 
 
-def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
+def _save_pretrained(peft_model: Any, save_directory: Any, **kwargs: Any) -> None:
     """Gather the adapters, and save them in PEFT's format on the first rank. All ranks must call it.
 
     Communicates one all-gather per sharded adapter parameter. A pipeline also needs one broadcast per parameter.
     """
-    context = get_metadata(self).context
+    context = get_metadata(peft_model).context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
-    options.pop("is_main_process", None)
-    weights = options.pop("state_dict", None) or _gather_adapter_state_dict(
-        self, options.get("save_embedding_layers", "auto")
+    kwargs.pop("is_main_process", None)
+    weights = kwargs.pop("state_dict", None) or _gather_adapter_state_dict(
+        peft_model, kwargs.get("save_embedding_layers", "auto")
     )
 
-    def write() -> None:
+    def save_on_first_rank() -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
             with (
-                _add_other_stage_adapters(self),
-                _use_full_parameters(self, lambda name, p: weights.get(name, p)),
-                _replace_parallel_embeddings(self),
+                _with_remote_stage_adapters(peft_model),
+                _use_full_parameters(peft_model, lambda name, p: weights.get(name, p)),
+                _with_plain_embeddings(peft_model),
             ):
-                type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
+                type(peft_model).save_pretrained(peft_model, save_directory, state_dict=weights, **kwargs)
 
-    run_and_compare_across_ranks(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
+    run_and_compare_across_ranks(
+        context, save_on_first_rank, action=f"write to {str(save_directory)!r}", error_class=InputError
+    )
 
 
 @contextmanager
-def _add_other_stage_adapters(self: Any) -> Iterator[None]:
+def _with_remote_stage_adapters(peft_model: Any) -> Iterator[None]:
     """Temporarily add the adapters of other pipeline stages, because PEFT saves only adapters in the model."""
-    inner = unwrap_peft_model(self)
-    elsewhere = get_metadata(self).adapters.elsewhere
+    inner = unwrap_peft_model(peft_model)
+    elsewhere = get_metadata(peft_model).adapters.elsewhere
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
     try:
         for path, wrapper in elsewhere.items():
@@ -301,17 +308,17 @@ def _add_other_stage_adapters(self: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _replace_parallel_embeddings(self: Any) -> Iterator[None]:
+def _with_plain_embeddings(peft_model: Any) -> Iterator[None]:
     """Temporarily replace parallel embeddings and LM heads with plain layers, because PEFT expects them."""
-    state, shown = get_metadata(self), []
-    for tuner in _get_input_and_output_embeddings(unwrap_peft_model(self)):
+    state, shown = get_metadata(peft_model), []
+    for tuner in _get_input_and_output_embeddings(unwrap_peft_model(peft_model)):
         if shard_peft_model.is_peft_wrapper(tuner) and isinstance(
             layer := shard_peft_model.get_wrapped_module(tuner), ParallelModule
         ):
             shown.append((*shard_peft_model.find_innermost_wrapper(tuner), layer))
     try:
         for holder, name, layer in shown:
-            holder._modules[name] = _make_plain_layer(layer, state, with_values=False)
+            holder._modules[name] = _make_unsharded_layer(layer, state, copy_weights=False)
         yield
     finally:
         for holder, name, layer in shown:
@@ -322,32 +329,32 @@ def _get_input_and_output_embeddings(model: Any) -> list[nn.Module]:
     return [found for kind in ("input", "output") if (found := find_embeddings(model, kind)) is not None]
 
 
-def _gather_adapter_state_dict(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
-    inner, adapters = unwrap_peft_model(self), get_metadata(self).adapters
-    configs = self.peft_config.values()
+def _gather_adapter_state_dict(peft_model: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
+    inner, adapters = unwrap_peft_model(peft_model), get_metadata(peft_model).adapters
+    configs = peft_model.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
-    prefix = next((f"{path}." for path, module in self.named_modules() if module is inner and path), "")
+    prefix = next((f"{path}." for path, module in peft_model.named_modules() if module is inner and path), "")
     embeddings = set(map(id, _get_input_and_output_embeddings(inner)))
     paths = tuple(f"{path}." for path, module in inner.named_modules() if id(module) in embeddings)
 
-    def is_selected(name: str) -> bool:
-        if needs_base or not name.startswith(prefix):
+    def is_selected(tensor_name: str) -> bool:
+        if needs_base or not tensor_name.startswith(prefix):
             return True
-        inside = name.removeprefix(prefix)
+        inside = tensor_name.removeprefix(prefix)
         return inside.startswith(paths) or (adapters is not None and inside in adapters.own)
 
-    return gather_state_dict(self, is_selected)
+    return gather_state_dict(peft_model, is_selected)
 
 
 @contextmanager
-def _prepare_adapter_merge(self: Any, method_name: str) -> Iterator[None]:
-    state = get_metadata(self)
+def _prepare_adapter_merge(peft_model: Any, method_name: str) -> Iterator[None]:
+    state = get_metadata(peft_model)
     if state.parameter_owner is not None:
         raise ConfigError(
             f"{method_name} is not supported while ZeRO stage 3 shards the parameters.",
             remedy="Save the adapters with save_pretrained, and merge them in a run without ZeRO stage 3.",
         )
-    if method_name != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
+    if method_name != "unload" and any(isinstance(module, QuantizedLinear) for module in peft_model.modules()):
         raise ConfigError(
             f"{method_name} is not supported while tensor parallelism shards quantized weights.",
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
@@ -356,59 +363,61 @@ def _prepare_adapter_merge(self: Any, method_name: str) -> Iterator[None]:
     yield
 
 
-def _merge_and_unload(self: Any, *args: Any, **options: Any) -> nn.Module:
-    return _call_unload_method(self, "merge_and_unload", *args, **options)
+def _merge_and_unload(peft_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    return _call_unload_method(peft_model, "merge_and_unload", *args, **kwargs)
 
 
-def _unload(self: Any, *args: Any, **options: Any) -> nn.Module:
-    return _call_unload_method(self, "unload", *args, **options)
+def _unload(peft_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    return _call_unload_method(peft_model, "unload", *args, **kwargs)
 
 
-def _call_unload_method(self: Any, method_name: str, *args: Any, **options: Any) -> nn.Module:
-    state, inner = get_metadata(self), unwrap_peft_model(self)
-    with _prepare_adapter_merge(self, method_name):
+def _call_unload_method(peft_model: Any, method_name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    state, inner = get_metadata(peft_model), unwrap_peft_model(peft_model)
+    with _prepare_adapter_merge(peft_model, method_name):
         _check_can_change_adapters(state)
         config: Any = getattr(inner, "config", None)
         ties = getattr(config, "tie_word_embeddings", None)
         with shard_peft_model.update_after_adapter_removal(inner):
-            run_and_compare_across_ranks(state.context, lambda: getattr(self.base_model, method_name)(*args, **options))
+            run_and_compare_across_ranks(
+                state.context, lambda: getattr(peft_model.base_model, method_name)(*args, **kwargs)
+            )
         if ties is not None and state.context.pipe.size > 1:
             config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
-    self.__dict__.pop(METADATA_ATTRIBUTE, None)
+    peft_model.__dict__.pop(METADATA_ATTRIBUTE, None)
     return inner
 
 
-def _merge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _prepare_adapter_merge(self, "merge_adapter"):
+def _merge_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+    with _prepare_adapter_merge(peft_model, "merge_adapter"):
         run_and_compare_across_ranks(
-            get_metadata(self).context, lambda: self.base_model.merge_adapter(*args, **options)
+            get_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
         )
 
 
-def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
-    with _prepare_adapter_merge(self, "unmerge_adapter"):
+def _unmerge_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+    with _prepare_adapter_merge(peft_model, "unmerge_adapter"):
         run_and_compare_across_ranks(
-            get_metadata(self).context, lambda: self.base_model.unmerge_adapter(*args, **options)
+            get_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
         )
 
 
-def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
+def _add_weighted_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "add_weighted_adapter is not supported on a sharded model.",
         remedy="Call it before shard_model, or call it in one process and load the new adapter.",
     )
 
 
-def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+def _get_nb_trainable_parameters(peft_model: Any) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters of the full, unsharded model."""
-    state = get_metadata(self)
+    state = get_metadata(peft_model)
     if state.context.pipe.size > 1:
         raise ConfigError(
             f"get_nb_trainable_parameters is not supported with pipe={state.context.pipe.size}.",
             remedy="Call it on the plain model before you shard it.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
-    counts.append((count_packed_values(self), False))
+    counts.append((get_packed_weights_numel(peft_model), False))
     return sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
 
 

@@ -24,10 +24,10 @@ from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft_adapters import (
     EMBEDDINGS,
     AdapterDropout,
-    detach_adapter,
-    has_complete_gradients,
+    has_full_gradients,
+    restore_parallel_base_layer,
     shard_adapter,
-    shard_copy_like_original,
+    shard_trainable_copy,
 )
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec
@@ -94,11 +94,11 @@ def is_tuner_model(module: nn.Module) -> bool:
     return isinstance(module, BaseTuner)
 
 
-def has_default_forward(tuner: nn.Module) -> bool:
+def has_default_forward(tuner_model: nn.Module) -> bool:
     """Return whether the ``forward`` method of a PEFT tuner only calls the wrapped model."""
     from peft.tuners.tuners_utils import BaseTuner
 
-    return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
+    return is_tuner_model(tuner_model) and type(tuner_model).forward is BaseTuner.forward
 
 
 def unwrap_peft_model(model: nn.Module) -> nn.Module:
@@ -127,9 +127,9 @@ def get_wrapped_module(wrapper: nn.Module) -> nn.Module:
     return holder.get_submodule(name)
 
 
-def get_wrapped_module_path(path: str, wrapper: nn.Module) -> str:
-    """Return the path of the module inside nested PEFT wrappers. The outermost wrapper is at ``path``."""
-    parts, module = [path], wrapper
+def get_wrapped_module_path(wrapper_path: str, wrapper: nn.Module) -> str:
+    """Return the path of the module inside nested PEFT wrappers. The outermost wrapper is at ``wrapper_path``."""
+    parts, module = [wrapper_path], wrapper
     while is_peft_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
         parts.append(name)
@@ -137,8 +137,8 @@ def get_wrapped_module_path(path: str, wrapper: nn.Module) -> str:
     return ".".join(parts)
 
 
-def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, name = get_parent_and_attribute_name(model, path)
+def set_submodule(model: nn.Module, module_path: str, module: nn.Module) -> None:
+    owner, name = get_parent_and_attribute_name(model, module_path)
     owner._modules[name] = module
 
 
@@ -164,32 +164,32 @@ class AdapterNameMap:
     own: set[str] = field(default_factory=set)
     elsewhere: dict[str, nn.Module] = field(default_factory=dict)
 
-    def get_name_with_adapters(self, name: str) -> str:
-        owner, _, _ = name.rpartition(".")
-        if name in self.own or any(name.startswith(f"{inner}.") for inner in self.paths.values()):
-            return name
+    def get_name_with_adapters(self, original_name: str) -> str:
+        owner, _, _ = original_name.rpartition(".")
+        if original_name in self.own or any(original_name.startswith(f"{inner}.") for inner in self.paths.values()):
+            return original_name
         while owner:
             if owner in self.paths:
-                return self.paths[owner] + name[len(owner) :]
+                return self.paths[owner] + original_name[len(owner) :]
             owner, _, _ = owner.rpartition(".")
-        return name
+        return original_name
 
-    def get_name_without_adapters(self, name: str) -> str:
+    def get_name_without_adapters(self, current_name: str) -> str:
         """Return the name that a parameter or buffer had before adapters were added."""
-        inside = ((path, inner) for path, inner in self.paths.items() if name.startswith(f"{inner}."))
+        inside = ((path, inner) for path, inner in self.paths.items() if current_name.startswith(f"{inner}."))
         path, inner = next(inside, ("", ""))
-        return path + name[len(inner) :]
+        return path + current_name[len(inner) :]
 
-    def find_wrapper_path(self, name: str) -> str | None:
+    def find_wrapper_path(self, param_name: str) -> str | None:
         """Return the path of the PEFT wrapper that contains a parameter, or None."""
-        owner = name.rpartition(".")[0]
+        owner = param_name.rpartition(".")[0]
         while owner and owner not in self.paths:
             owner = owner.rpartition(".")[0]
         return owner or None
 
-    def get_adapter_name(self, name: str) -> str:
+    def get_adapter_name(self, param_name: str) -> str:
         """Return the name of the adapter to which a parameter belongs, such as "default"."""
-        parts = name.removeprefix(f"{self.find_wrapper_path(name)}.").split(".")
+        parts = param_name.removeprefix(f"{self.find_wrapper_path(param_name)}.").split(".")
         return parts[1] if len(parts) > 1 else ""
 
 
@@ -210,20 +210,20 @@ def shard_model_with_adapters(
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
     """
     inner = unwrap_peft_model(model)
-    referenced = checks.find_externally_referenced_ids(model)
+    referenced = checks.find_referenced_param_ids(model)
     with checks.restore_model_on_error(model):
         aliases = _find_module_aliases(model, inner)
         wrappers = remove_peft_wrappers(inner)
 
-        def put_on(sharded: nn.Module) -> None:
+        def attach_adapters(sharded_model: nn.Module) -> None:
             for name, path in aliases.items():
-                model._modules[name] = sharded.get_submodule(path)
-            add_adapters(model, sharded, wrappers, referenced)
-            if model is not sharded:
+                model._modules[name] = sharded_model.get_submodule(path)
+            add_adapters(model, sharded_model, wrappers, referenced)
+            if model is not sharded_model:
                 patch_peft_methods(model)
             finish_fn(model)
 
-        return model, shard_fn(inner, finish=put_on)[1]
+        return model, shard_fn(inner, finish=attach_adapters)[1]
 
 
 def _find_module_aliases(model: nn.Module, base_model: nn.Module) -> dict[str, str]:
@@ -252,10 +252,10 @@ def add_adapters(
     for wrapper in wrappers.values():
         holder, name = find_innermost_wrapper(wrapper)
         holder._modules[name] = _WrappedModulePlaceholder()
-    own = nn.ModuleList([*wrappers.values(), *_find_modules_outside(model, sharded_model)])
-    known = state.get_entries_by_param()
+    own = nn.ModuleList([*wrappers.values(), *_iter_modules_outside(model, sharded_model)])
+    known = state.get_entries_by_param_id()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
-    adapters = {"prompts": nn.ModuleList(_find_modules_outside(model, sharded_model)), **wrappers}
+    adapters = {"prompts": nn.ModuleList(_iter_modules_outside(model, sharded_model)), **wrappers}
     run_and_compare_across_ranks(
         state.context, lambda: _get_adapter_fingerprint(adapters), lambda lines: lines, action="add these adapters"
     )
@@ -270,14 +270,14 @@ def add_adapters(
     names = state.adapters = state.adapters or AdapterNameMap()
     waits = has_deferred_weights(own)
 
-    def put_on() -> None:
+    def attach_wrappers() -> None:
         with record_changes_if_lazy(own):
             _attach_peft_wrappers(sharded_model, state, wrappers, referenced_param_ids or set())
         if waits:
             for module in (sharded_model, *own):
                 materialize_parameters(module, state.context.device)
 
-    run_and_compare_across_ranks(state.context, put_on)
+    run_and_compare_across_ranks(state.context, attach_wrappers)
     names.paths |= inner_paths
     names.own |= shapes.keys()
     _update_parameter_names(state, names, shapes, tensors)
@@ -323,7 +323,7 @@ def _check_adapter_supports_pipeline(model: Any, metadata: ShardingMetadata) -> 
         )
 
 
-def _find_modules_outside(model: nn.Module, sharded_model: nn.Module) -> Iterator[nn.Module]:
+def _iter_modules_outside(model: nn.Module, sharded_model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a PEFT model that are outside the sharded model, such as a prompt encoder."""
     inside = {id(module) for module in sharded_model.modules()}
     for module in model.modules():
@@ -355,7 +355,7 @@ def _attach_peft_wrappers(
                 _check_base_layer_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
                 _remove_copied_hooks(plain, base)
-                copies[adapter] = shard_copy_like_original(plain, base, path)
+                copies[adapter] = shard_trainable_copy(plain, base, path)
         after = set(map(id, wrapper.parameters()))
         replaced = {
             id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced_param_ids
@@ -363,7 +363,7 @@ def _attach_peft_wrappers(
         if replaced:
             own = [p for p in before.values() if id(p) in replaced]
             checks.check_params_not_in_optimizer(own, replaced, type(sharded_model).__name__)
-        move_hooks_between(base, wrapper)
+        move_hooks(base, wrapper)
         set_submodule(sharded_model, path, wrapper)
 
 
@@ -377,42 +377,47 @@ def _move_parameters_to_meta(wrapper: nn.Module) -> nn.Module:
     return wrapper
 
 
-def _check_base_layer_supported(metadata: ShardingMetadata, path: str, base: nn.Module) -> None:
+def _check_base_layer_supported(metadata: ShardingMetadata, module_path: str, base_layer: nn.Module) -> None:
     if metadata.stages is not None:
-        stages = {s for n, _ in base.named_parameters() for s in metadata.stages.find_owner_ranks(f"{path}.{n}")}
+        stages = {
+            s for n, _ in base_layer.named_parameters() for s in metadata.stages.find_owner_ranks(f"{module_path}.{n}")
+        }
         if len(stages) > 1:
             raise ConfigError(
-                f"The layer {path} cannot have an adapter, because {len(stages)} pipeline stages share the layer.",
+                f"The layer {module_path} cannot have an adapter, because {len(stages)} pipeline stages share the "
+                "layer.",
                 remedy="Remove the layer from target_modules, or set pipe=1.",
             )
-    specs = vars(base).get("shard_specs", {})
-    if not isinstance(base, ParallelModule) and specs:
-        _check_base_layer_replicated(base, path, "PEFT adapter")
+    specs = vars(base_layer).get("shard_specs", {})
+    if not isinstance(base_layer, ParallelModule) and specs:
+        _check_base_layer_replicated(base_layer, module_path, "PEFT adapter")
 
 
-def _check_adapter_dropout(metadata: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
+def _check_adapter_dropout(metadata: ShardingMetadata, module_path: str, wrapper: nn.Module) -> None:
     """Raise ConfigError if an adapter's dropout would draw the same mask for different sequence positions."""
     if isinstance(get_wrapped_module(wrapper), ParallelModule) or not any(map(_has_active_dropout, wrapper.modules())):
         return
-    layout, region = metadata.regions.find_region(f"{path}.weight")
+    layout, region = metadata.regions.find_region(f"{module_path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
-            f"The adapter on {path} cannot have dropout, because each tensor rank has different positions of the "
+            f"The adapter on {module_path} cannot have dropout, because each tensor rank has different positions of "
+            "the "
             "sequence.",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False.",
         )
 
 
-def _check_base_layer_replicated(base: nn.Module, path: str, kind: str) -> None:
-    if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
+def _check_base_layer_replicated(base_layer: nn.Module, module_path: str, adapter_kind: str) -> None:
+    if isinstance(base_layer, ParallelModule) or vars(base_layer).get("shard_specs"):
         raise ConfigError(
-            f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
+            f"A {adapter_kind} on {module_path} is not supported, because tensor parallelism shards this "
+            f"{type(base_layer).__name__}.",
             remedy="Target only linear layers, or replace the tensor axis by data parallelism or ZeRO.",
         )
 
 
-def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
+def move_hooks(source: nn.Module, target: nn.Module) -> None:
     """Move all forward and backward hooks from one module to another."""
     for table in HOOK_TABLES:
         hooks = getattr(source, table)
@@ -451,11 +456,11 @@ def without_sharding_metadata(model: nn.Module) -> Iterator[None]:
             attributes[PARENT_METADATA_ATTRIBUTE] = state
 
 
-def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
+def _remove_copied_hooks(module_copy: nn.Module, original_module: nn.Module) -> None:
     """Remove the hooks that PEFT copied when it copied a module. The hooks of the original also run for the copy."""
     for table in HOOK_TABLES:
-        for key in getattr(original, table):
-            getattr(copied, table).pop(key, None)
+        for key in getattr(original_module, table):
+            getattr(module_copy, table).pop(key, None)
 
 
 def _update_parameter_names(
@@ -520,7 +525,7 @@ def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_ma
     params = dict(model.named_parameters()) if model is not sharded_model else {}
     prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded_model and path), "")
     named = {n.removeprefix(prefix): p for n, p in params.items()} | dict(sharded_model.named_parameters())
-    present, known = {id(p) for p in named.values()}, state.get_entries_by_param()
+    present, known = {id(p) for p in named.values()}, state.get_entries_by_param_id()
     state.entries[:] = [entry for entry in state.entries if id(entry.param) in present]
     slots = []
     for name, param in named.items():
@@ -541,15 +546,17 @@ def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_ma
     state.on_adapted(sharded_model)
 
 
-def _rebuild_gradient_reducer(metadata: ShardingMetadata, slots: list[GradientSlot], param_ids: set[int]) -> None:
+def _rebuild_gradient_reducer(metadata: ShardingMetadata, new_slots: list[GradientSlot], param_ids: set[int]) -> None:
     reducers: list[Any] = list(metadata.reducers)
     shared = [r for r in reducers if r.gradients and r.gradients[0].entry.reduction.stages]
     own = [r for r in reducers if all(r is not other for other in shared)]
     for reducer in own:
-        reducer.remove_gradient_hooks()
-    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in param_ids] + slots
+        reducer.remove_grad_hooks()
+    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in param_ids] + new_slots
     size = metadata.request.extra.get("bucket_bytes", BUCKET_BYTES)
-    metadata.reducers[:] = [GradientReducer(gradients, size, watch=metadata.monitor), *shared] if gradients else shared
+    metadata.reducers[:] = (
+        [GradientReducer(gradients, size, consistency_monitor=metadata.monitor), *shared] if gradients else shared
+    )
 
 
 def _find_adapter_region(
@@ -568,7 +575,7 @@ def _find_adapter_region(
                 found: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.bias")
                 return found
         layout, _ = metadata.regions.find_region(f"{path}.weight")
-        return layout, ModelRegion.OUTSIDE if has_complete_gradients(wrapper) else ModelRegion.BLOCK
+        return layout, ModelRegion.OUTSIDE if has_full_gradients(wrapper) else ModelRegion.BLOCK
     region: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.weight")
     return region
 
@@ -593,8 +600,8 @@ def update_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
     for path, wrapper in wrappers.items():
         if sharded_model.get_submodule(path) is not wrapper:
             if is_tuner_layer(wrapper):
-                detach_adapter(wrapper)
-            move_hooks_between(wrapper, sharded_model.get_submodule(path))
+                restore_parallel_base_layer(wrapper)
+            move_hooks(wrapper, sharded_model.get_submodule(path))
     names: AdapterNameMap = state.adapters
     for entry in state.entries:
         entry.name = names.get_name_without_adapters(entry.name)

@@ -26,25 +26,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.plain_state import get_full_optimizer_state, load_full_optimizer_state
+from shardformer.checkpoint.plain_state import gather_full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.integrations.accelerate import (
     Accelerator,
     DataParallelState,
-    find_sharded_model,
-    has_same_samples_on_all_ranks,
+    is_replicated_data_loader,
+    unwrap_sharded_model,
 )
 from shardformer.integrations.global_batch_loss import DataParallelLabelSmoother, GlobalLossAverager, WeightedLossMode
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_patches import Patch, install_patch, replace_attribute
-from shardformer.training.data_loader import make_example_arguments
-from shardformer.training.initialize import make_engine_without_data, make_parallel_context, make_pipeline
+from shardformer.training.data_loader import make_example_forward_kwargs
+from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data, make_pipeline
 from shardformer.transformers_compat import is_kv_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.optimizers import needs_full_matrices
+from shardformer.zero.optimizers import requires_full_matrices
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -89,17 +89,17 @@ class ShardedTrainer:
         self,
         model: Any = None,
         args: Any = None,
-        *others: Any,
+        *extra_args: Any,
         parallel: Any = None,
         policy: Any = None,
         context: ParallelContext | None = None,
-        **options: Any,
+        **kwargs: Any,
     ) -> None:
         self._set_parallel_layout(model, args, parallel, policy, context)
-        if others:
-            super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        if extra_args:
+            super().__init__(model, args, *extra_args, **kwargs)  # type: ignore[call-arg]
         else:  # args is not the second argument of all trainers
-            super().__init__(model, args=args, **options)  # type: ignore[call-arg]
+            super().__init__(model, args=args, **kwargs)  # type: ignore[call-arg]
         self._shard_after_init()
 
     def _set_parallel_layout(
@@ -122,8 +122,8 @@ class ShardedTrainer:
                 remedy="Pass the layout to only one of them.",
             )
         self.parallel, self.policy = ParallelConfig.from_value(of_arguments if parallel is None else parallel), policy
-        sharded = find_sharded_model(model)
-        self.context = make_parallel_context(
+        sharded = unwrap_sharded_model(model)
+        self.context = get_or_create_parallel_context(
             context or (get_metadata(sharded).context if sharded else None), self.parallel
         )
         self._loss_mean = GlobalLossAverager(self.context.data)
@@ -148,12 +148,12 @@ class ShardedTrainer:
     def _shard_model(self, model: Any) -> None:
         """Shard the model, together with its optimizer if the user passed one."""
         is_stage = (
-            self.has_pipeline_stages and find_sharded_model(model) is not None
+            self.has_pipeline_stages and unwrap_sharded_model(model) is not None
         )  # which knows only the total number
         has_count = hasattr(model, "num_parameters")
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
-        if find_sharded_model(model) is None:
+        if unwrap_sharded_model(model) is None:
             engine = make_engine_without_data(
                 model, optimizer, self.parallel, self.context, self.policy, self._get_example_inputs
             )
@@ -161,18 +161,18 @@ class ShardedTrainer:
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
-            self.pipeline = make_pipeline(find_sharded_model(model), self.parallel, None, None)  # type: ignore[arg-type]
+            self.pipeline = make_pipeline(unwrap_sharded_model(model), self.parallel, None, None)  # type: ignore[arg-type]
 
     def _get_example_inputs(self) -> Any:
         """Return example inputs for the model, from which a policy can be derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
-        return make_example_arguments(data, self.model, collate)
+        return make_example_forward_kwargs(data, self.model, collate)
 
     @property
     def sharded_model(self) -> nn.Module:
         """The sharded model, without wrappers such as ``torch.compile``."""
-        found = find_sharded_model(self.model)
+        found = unwrap_sharded_model(self.model)
         assert found is not None
         return found
 
@@ -186,7 +186,7 @@ class ShardedTrainer:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = Accelerator
-        self.accelerator.use_context(self.context, self.parallel, self.policy)
+        self.accelerator.set_parallel_context(self.context, self.parallel, self.policy)
         use_objects = self.args.eval_use_gather_object
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
 
@@ -202,7 +202,7 @@ class ShardedTrainer:
         Each rank divides its loss by this number, so that the mean over the ranks is the loss of the global batch.
         Trainer divides by the sum and multiplies by the number of processes, even if the model ignores the sum.
         """
-        if self._loss_mean.has_no_samples:
+        if self._loss_mean.has_only_padding_samples:
             batch_samples = [_mask_labels(batch) for batch in batch_samples]
         items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         is_summed = items is not None and self.args.average_tokens_across_devices
@@ -221,11 +221,11 @@ class ShardedTrainer:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
 
     @contextmanager
-    def _override_world_size_and_rank(self, num_processes: int, process_index: int) -> Iterator[None]:
+    def _override_world_size_and_rank(self, world_size: int, rank: int) -> Iterator[None]:
         """Temporarily override ``args.world_size`` and ``args.process_index``."""
         args = self.args
         before = args.distributed_state
-        args.distributed_state = DataParallelState(before, num_processes, process_index)
+        args.distributed_state = DataParallelState(before, world_size, rank)
         try:
             yield
         finally:
@@ -238,13 +238,13 @@ class ShardedTrainer:
         ):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
-    def set_initial_training_values(self, args: Any, loader: Any, *others: Any, **options: Any) -> Any:
+    def set_initial_training_values(self, args: Any, loader: Any, *extra_args: Any, **kwargs: Any) -> Any:
         self._check_loader_splits_samples(loader, "get_train_dataloader")
-        return super().set_initial_training_values(args, loader, *others, **options)  # type: ignore[misc]
+        return super().set_initial_training_values(args, loader, *extra_args, **kwargs)  # type: ignore[misc]
 
-    def _check_loader_splits_samples(self, loader: Any, method_name: str) -> None:
+    def _check_loader_splits_samples(self, data_loader: Any, method_name: str) -> None:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
-        if self.context.data.size > 1 and has_same_samples_on_all_ranks(loader):
+        if self.context.data.size > 1 and is_replicated_data_loader(data_loader):
             raise ConfigError(
                 f"{type(self).__name__}.{method_name} returns a DataLoader that yields the same samples on all "
                 f"{self.context.data.size} data-parallel ranks.",
@@ -282,11 +282,11 @@ class ShardedTrainer:
         gather_losses = self.gather_function
         gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
 
-        def gather(values: Any) -> Any:
+        def gather_for_eval(local_values: Any) -> Any:
             is_loss, self._gathers_loss = self._gathers_loss, False
-            return gather_losses(values) if is_loss else gather_samples(values)
+            return gather_losses(local_values) if is_loss else gather_samples(local_values)
 
-        self.gather_function = gather
+        self.gather_function = gather_for_eval
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -306,7 +306,7 @@ class ShardedTrainer:
             stage = 0
         if stage is None or isinstance(getattr(optimizer, "optimizer", optimizer), ZeroOptimizer):
             return optimizer
-        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.get_zero_options(), "stage": stage})
+        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.get_zero_kwargs(), "stage": stage})
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Estimate FLOPs as 6 x non-embedding parameters x tokens. Trainer sums the FLOPs over all processes."""
@@ -328,7 +328,7 @@ class ShardedTrainer:
         return stack
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
     ) -> Any:
         """Evaluate the model on a batch, and gather sharded logits unless only the loss is needed.
 
@@ -337,27 +337,27 @@ class ShardedTrainer:
         if self.has_pipeline_stages:
             found = self._run_pipeline_prediction_step(inputs, prediction_loss_only, ignore_keys)
         else:
-            step = partial(super().prediction_step, ignore_keys=ignore_keys, **options)  # type: ignore[misc]
+            step = partial(super().prediction_step, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
             found = self._run_prediction_step(step, model, inputs, prediction_loss_only)
         self._gathers_loss = found[0] is not None
         return found
 
-    def _run_prediction_step(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
+    def _run_prediction_step(self, step_fn: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
         mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
-        real = self._count_real_samples(inputs)
+        real = self._count_non_padding_samples(inputs)
         if real is None:
             with mean.set_num_samples(None):
-                loss, *outputs = to_full_tensors(step(model, inputs, prediction_loss_only))
+                loss, *outputs = to_full_tensors(step_fn(model, inputs, prediction_loss_only))
                 return mean.average_over_ranks(loss), *outputs
         outputs = [None, None]
         if not prediction_loss_only:
-            _, *outputs = to_full_tensors(step(model, inputs, False))
+            _, *outputs = to_full_tensors(step_fn(model, inputs, False))
         with mean.set_num_samples(real):
-            loss, *_ = step(model, _take_first_samples(inputs, max(real, 1)), True)
+            loss, *_ = step_fn(model, _take_first_samples(inputs, max(real, 1)), True)
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
-    def _count_real_samples(self, inputs: Any) -> int | None:
+    def _count_non_padding_samples(self, inputs: Any) -> int | None:
         """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
@@ -403,7 +403,7 @@ class ShardedTrainer:
             with self._loss_mean.set_num_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:
-                    self._loss_mean.warn_if_unequal_labels(
+                    self._loss_mean.warn_if_unequal_label_counts(
                         inputs.get("labels") if isinstance(inputs, Mapping) else None
                     )
             return loss
@@ -425,7 +425,7 @@ class ShardedTrainer:
         loss = None
         with self.accelerator.autocast():
             if labels:
-                real = self._count_real_samples(inputs)
+                real = self._count_non_padding_samples(inputs)
                 counted = inputs if real is None else _mask_labels(inputs, real)
                 items = self._get_num_items_in_batch([counted], self.args.device)
                 loss = self.pipeline.evaluate(self._prepare_pipeline_inputs(counted, items)).detach()
@@ -462,21 +462,21 @@ class ShardedTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the unsharded optimizer state, which any layout and the Trainer of transformers can load."""
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        state = get_full_optimizer_state(self.sharded_model, raw, output_dir)
-        with self._temporarily_use_optimizer(UnshardedStateSaver(state)):
+        state = gather_full_optimizer_state_dict(self.sharded_model, raw, output_dir)
+        with self._swap_optimizer(FullOptimizerStateSaver(state)):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        loading = UnshardedStateLoader(self.sharded_model, raw)
+        loading = FullOptimizerStateLoader(self.sharded_model, raw)
         with (
             self._override_world_size_and_rank(1, self.args.process_index),
-            self._temporarily_use_optimizer(loading),
+            self._swap_optimizer(loading),
         ):  # loads it into host memory
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     @contextmanager
-    def _temporarily_use_optimizer(self, replacement: Any) -> Iterator[None]:
+    def _swap_optimizer(self, replacement: Any) -> Iterator[None]:
         optimizer, self.optimizer = self.optimizer, replacement
         try:
             yield
@@ -510,17 +510,21 @@ class ShardedTrainer:
         super()._issue_warnings_after_load(type(load_result)(really, load_result.unexpected_keys))  # type: ignore[misc]
 
 
-def _take_first_samples(inputs: Any, count: int) -> Any:
-    """Return the first ``count`` samples of a batch, by slicing its tensors and lists."""
+def _take_first_samples(inputs: Any, num_samples: int) -> Any:
+    """Return the first ``num_samples`` samples of a batch, by slicing its tensors and lists."""
     size = transformers.trainer_pt_utils.find_batch_size(inputs)
 
-    def first(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: first(each) for name, each in value.items()}
-        is_tensor = isinstance(value, Tensor) and value.dim() > 0
-        return value[:count] if (is_tensor or isinstance(value, list)) and len(value) == size else value
+    def slice_samples(nested_inputs: Any) -> Any:
+        if isinstance(nested_inputs, Mapping):
+            return {name: slice_samples(each) for name, each in nested_inputs.items()}
+        is_tensor = isinstance(nested_inputs, Tensor) and nested_inputs.dim() > 0
+        return (
+            nested_inputs[:num_samples]
+            if (is_tensor or isinstance(nested_inputs, list)) and len(nested_inputs) == size
+            else nested_inputs
+        )
 
-    return first(inputs)
+    return slice_samples(inputs)
 
 
 def _mask_labels(inputs: Any, num_kept_samples: int = 0) -> Any:
@@ -533,24 +537,24 @@ def _mask_labels(inputs: Any, num_kept_samples: int = 0) -> Any:
     return found
 
 
-class UnshardedStateSaver:
+class FullOptimizerStateSaver:
     """Replaces the optimizer while Trainer saves a checkpoint, to provide the unsharded optimizer state."""
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, full_optimizer_state: Any) -> None:
+        self._state = full_optimizer_state
 
     def state_dict(self) -> Any:
         return self._state
 
 
-class UnshardedStateLoader:
+class FullOptimizerStateLoader:
     """Replaces the optimizer while Trainer loads a checkpoint, to load an unsharded optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
 
     def load_state_dict(self, state_dict: Any) -> None:
-        load_full_optimizer_state(self._model, self._optimizer, state_dict)
+        load_full_optimizer_state_dict(self._model, self._optimizer, state_dict)
 
 
 def _has_sharded_parameters(model: nn.Module) -> bool:
@@ -560,7 +564,7 @@ def _has_sharded_parameters(model: nn.Module) -> bool:
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
     """Test whether an optimizer needs full weight matrices, and assume so if the test fails."""
     try:
-        return needs_full_matrices(optimizer)
+        return requires_full_matrices(optimizer)
     except ConfigError:
         return True
 
@@ -629,7 +633,9 @@ class ParallelArguments:
             defaults = ParallelConfig().to_dict()
             found = ParallelConfig.from_value(self.parallel).to_dict().items()
             self.parallel = {name: value for name, value in found if value != defaults[name]}  # can be written as JSON
-            install_patch(TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_init))
+            install_patch(
+                TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_trainer_init)
+            )
 
 
 @dataclass
@@ -651,16 +657,16 @@ _INIT = transformers.Trainer.__init__
 
 
 @wraps(_INIT)
-def _sharding_init(self: Any, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
-    is_sharded = isinstance(self, ShardedTrainer)  # which sets the layout itself
+def _sharding_trainer_init(trainer: Any, model: Any = None, args: Any = None, *extra_args: Any, **kwargs: Any) -> None:
+    is_sharded = isinstance(trainer, ShardedTrainer)  # which sets the layout itself
     if is_sharded or getattr(args, "parallel", None) is None:
-        _INIT(self, model, args, *others, **options)
+        _INIT(trainer, model, args, *extra_args, **kwargs)
         return
-    kind: Any = type(self)
-    self.__class__ = _make_sharded_trainer_class(kind)
-    self._set_parallel_layout(model, args, None)
-    _INIT(self, model, args, *others, **options)
-    self._shard_after_init()
+    kind: Any = type(trainer)
+    trainer.__class__ = _make_sharded_trainer_class(kind)
+    trainer._set_parallel_layout(model, args, None)
+    _INIT(trainer, model, args, *extra_args, **kwargs)
+    trainer._shard_after_init()
 
 
 @cache

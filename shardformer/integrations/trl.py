@@ -26,9 +26,9 @@ from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
-from shardformer.discovery.token_dependence import check_packing_is_supported
+from shardformer.discovery.token_dependence import check_packing_support
 from shardformer.errors import ConfigError, check_minimum_library_version
-from shardformer.integrations.accelerate import Accelerator, find_sharded_model
+from shardformer.integrations.accelerate import Accelerator, unwrap_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -61,19 +61,19 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def __init__(
         self,
-        *positional: Any,
+        *args: Any,
         parallel: Any = None,
         policy: Any = None,
         context: ParallelContext | None = None,
-        **options: Any,
+        **kwargs: Any,
     ) -> None:
-        arguments = {**dict(zip(self._list_argument_names(), positional, strict=False)), **options}
+        arguments = {**dict(zip(self._get_positional_arg_names(), args, strict=False)), **kwargs}
         check_trl_arguments(arguments.get("args"), ParallelConfig.from_value(parallel))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
-        self._adjust_args_to_data_parallel_size()
+        self._scale_args_to_data_parallel_size()
 
     @classmethod
-    def _list_argument_names(cls) -> list[str]:
+    def _get_positional_arg_names(cls) -> list[str]:
         """Return the names of the positional arguments that the TRL trainer accepts."""
         for theirs in cls.__mro__[cls.__mro__.index(ShardedTrainer) + 1 :]:
             parameters = list(inspect.signature(theirs).parameters.values())
@@ -81,7 +81,7 @@ class ShardedTRLTrainer(ShardedTrainer):
                 break
         return [parameter.name for parameter in parameters]
 
-    def _adjust_args_to_data_parallel_size(self) -> None:
+    def _scale_args_to_data_parallel_size(self) -> None:
         """Use the number of data-parallel ranks in settings where TRL used the number of processes."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
@@ -122,21 +122,21 @@ class ShardedTRLTrainer(ShardedTrainer):
     def _shard_model(self, model: Any) -> None:
         with rebuild_fused_heads(model):
             if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
-                self._check_packing(model)
+                self._check_packing_supported(model)
             super()._shard_model(model)
         guard_sharded_head_weights(self.sharded_model, type(self))
 
-    def _check_packing(self, model: Any) -> None:
+    def _check_packing_supported(self, model: Any) -> None:
         option = "padding_free=True, which packing sets,"
-        if find_sharded_model(model) is not None:
+        if unwrap_sharded_model(model) is not None:
             raise ConfigError(
                 f"{option} requires a plain model, but got a sharded {type(model).__name__}.",
                 remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
             )
-        check_packing_is_supported(model, option, "Set packing=False and padding_free=False")
+        check_packing_support(model, option, "Set packing=False and padding_free=False")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        if find_sharded_model(self.model) is None:
+        if unwrap_sharded_model(self.model) is None:
             self._shard_model(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
@@ -162,7 +162,7 @@ class ShardingAccelerator(Accelerator):
     trained: type
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if evaluation_mode and find_sharded_model(model) is None and isinstance(model, transformers.PreTrainedModel):
+        if evaluation_mode and unwrap_sharded_model(model) is None and isinstance(model, transformers.PreTrainedModel):
             with rebuild_fused_heads(model):
                 policy = self.policy if isinstance(model, self.trained) else None
                 initialize(model, None, parallel=self.config, policy=policy, context=self.context)
@@ -206,8 +206,8 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     data = accelerator.context.data
 
-    def gather_object(values: Any) -> list[Any]:
-        return [value for of_rank in all_gather_objects(values, data) for value in of_rank]
+    def gather_object(local_objects: Any) -> list[Any]:
+        return [value for of_rank in all_gather_objects(local_objects, data) for value in of_rank]
 
     replaced = {"gather": accelerator.gather, "gather_object": gather_object, "reduce": accelerator.reduce}
 
@@ -232,13 +232,13 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def _replace_accelerate_function(name: str, old: Any, new: Any) -> None:
+def _replace_accelerate_function(function_name: str, old_fn: Any, new_fn: Any) -> None:
     """Patch a function of accelerate.utils in all modules that import it, except accelerate's own."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
         is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"
-        if not is_theirs and getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
+        if not is_theirs and getattr(module, "__dict__", {}).get(function_name) is old_fn:
+            setattr(module, function_name, new_fn)
 
 
 # --- weights that a trainer may not read
@@ -259,7 +259,7 @@ def guard_sharded_head_weights(model: Any, trainer_class: type) -> None:
     get_metadata(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
-def _read_guarded_weight(name: str, trainer_modules: set[str], layer: nn.Module) -> Any:
+def _read_guarded_weight(param_name: str, trainer_modules: set[str], layer: nn.Module) -> Any:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__getattr__":  # of a module that wraps the layer
         frame = frame.f_back
@@ -272,10 +272,11 @@ def _read_guarded_weight(name: str, trainer_modules: set[str], layer: nn.Module)
     )
     if is_trainer or reader.startswith("trl."):
         raise ConfigError(
-            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, but each rank has only a slice of it.",
+            f"{reader}.{frame.f_code.co_name} reads the {param_name} of the head, but each rank has only a slice of "
+            "it.",
             remedy="Use the logits of the model, or a layout without the tensor axis.",
         )
-    return layer._parameters[name]
+    return layer._parameters[param_name]
 
 
 def find_sharded_layers(module: nn.Module) -> list[ParallelModule]:
@@ -310,11 +311,11 @@ def _is_fused_head(forward: Any) -> bool:
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
+def _make_sharded_head_forward(fused_forward: FunctionType, model: Any) -> FunctionType:
     """Adapt TRL's fused ``forward`` to a sharded output head."""
-    code = fused.__code__
-    if fused.__globals__["__name__"] == __name__:
-        return fused
+    code = fused_forward.__code__
+    if fused_forward.__globals__["__name__"] == __name__:
+        return fused_forward
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
             f"ShardFormer does not support trl {trl.__version__} with a head that is sharded over ranks.",
@@ -322,22 +323,24 @@ def _make_sharded_head_forward(fused: FunctionType, model: Any) -> FunctionType:
         )
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(
-            apply=partial(compute_token_stats, model.get_output_embeddings, fused.__globals__[FUSED_FUNCTION].apply)
+            apply=partial(
+                compute_token_stats, model.get_output_embeddings, fused_forward.__globals__[FUSED_FUNCTION].apply
+            )
         ),
         "_use_triton": lambda device: False,  # which would select positions, and gather a sharded sequence for it
         "__name__": __name__,
     }
-    cells = dict(zip(code.co_freevars, fused.__closure__ or (), strict=True))
+    cells = dict(zip(code.co_freevars, fused_forward.__closure__ or (), strict=True))
     cells["original_forward"] = type(next(iter(cells.values())))(model.forward)
-    globals_ = {**fused.__globals__, **replaced}
-    copied = FunctionType(code, globals_, fused.__name__, fused.__defaults__, tuple(cells.values()))
-    copied.__kwdefaults__ = fused.__kwdefaults__
-    copied.__dict__.update(fused.__dict__)
+    globals_ = {**fused_forward.__globals__, **replaced}
+    copied = FunctionType(code, globals_, fused_forward.__name__, fused_forward.__defaults__, tuple(cells.values()))
+    copied.__kwdefaults__ = fused_forward.__kwdefaults__
+    copied.__dict__.update(fused_forward.__dict__)
     return copied
 
 
 def compute_token_stats(
-    get_head: Any, plain_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
+    get_output_head: Any, unsharded_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
     """Compute the label log-probabilities and entropies that TRL's fused head returns, also for a sharded head.
@@ -347,11 +350,13 @@ def compute_token_stats(
     if isinstance(hidden_TH, SequenceShardedTensor):
         rows = hidden_TH.rows
         local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
-        found = compute_token_stats(get_head, plain_fn, *local, temperature, chunk_size, softcap, scale, outputs)
+        found = compute_token_stats(
+            get_output_head, unsharded_fn, *local, temperature, chunk_size, softcap, scale, outputs
+        )
         return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
-    head = get_head()
+    head = get_output_head()
     if not find_sharded_layers(head):
-        return plain_fn(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
+        return unsharded_fn(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)
     axis = Axis("tensor")  # of one rank, for a head that gathers its logits
     bounds: tuple[int, ...] = (0, logits_TV.shape[-1])

@@ -79,14 +79,14 @@ def attention(
     if causal and key.shape[2] > query.shape[2]:  # a static cache with unused positions at its end
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = None if bias is None else bias[..., : query.shape[2]]
-    if query.is_cuda and attention_mask is None and bias is None and _flash_attn_supports(query, value):
+    if query.is_cuda and attention_mask is None and bias is None and _is_flash_attn_supported(query, value):
         out = get_flash_attn_func()(*(t.transpose(1, 2) for t in (query, key, value)), dropout, scale, causal)
         return out.contiguous(), None
     if bias is not None and causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if bias is None and attention_mask is not None and attention_mask.requires_grad:
         bias, attention_mask = attention_mask, None
-    query, key, value = _expand_to_same_batch(query, key, value)
+    query, key, value = _expand_to_same_batch_size(query, key, value)
     out_width = value.shape[-1]
     query, key, value = _pad_to_same_head_dim(query, key, value)
     bias, attention_mask = _view_mask_as_4d(bias), _view_mask_as_4d(attention_mask)
@@ -143,7 +143,7 @@ def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], unsupporte
             )
 
 
-def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
+def _is_flash_attn_supported(query: Tensor, value: Tensor) -> bool:
     widths = {query.shape[-1], value.shape[-1]}
     return (
         query.dtype in HALF
@@ -153,7 +153,7 @@ def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
+def _expand_to_same_batch_size(*tensors: Tensor) -> list[Tensor]:
     """Expand tensors with a batch size of 1, such as learned queries, to the batch size of the others."""
     batch = max(t.shape[0] for t in tensors)
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
@@ -168,44 +168,62 @@ def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in padded]
 
 
-def _view_mask_as_4d(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+def _view_mask_as_4d(attention_mask: Tensor | None) -> Tensor | None:
+    return (
+        attention_mask
+        if attention_mask is None or attention_mask.dim() == 4
+        else attention_mask[(None,) * (4 - attention_mask.dim())]
+    )
 
 
-def _add_mask_to_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+def _add_mask_to_bias(position_bias: Tensor, attention_mask: Tensor | None, query: Tensor) -> Tensor:
     """Combine the position bias and the mask into one tensor that is added to the attention scores."""
-    if mask is None:
-        added = bias
-    elif mask.dtype == torch.bool:
-        added = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    if attention_mask is None:
+        added = position_bias
+    elif attention_mask.dtype == torch.bool:
+        added = torch.where(attention_mask, position_bias, torch.finfo(position_bias.dtype).min)
     else:
-        added = bias + mask
+        added = position_bias + attention_mask
     return added if added.dtype in (query.dtype, torch.float32) else added.to(query.dtype)
 
 
-def _repeat_heads(x: Tensor, times: int) -> Tensor:
+def _repeat_kv_heads(tensor: Tensor, num_repeats: int) -> Tensor:
     """Repeat each head of a tensor: (B, K, S, D) -> (B, K * times, S, D)."""
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
+    return tensor if num_repeats == 1 else tensor.repeat_interleave(num_repeats, dim=1)
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    is_causal: bool,
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention with fused kernels only. Raises ConfigError if none is usable."""
     groups = query.shape[1] // key.shape[1]
-    grouped = groups > 1 and (query.device.type == "cpu" or (mask is None and query.dtype in HALF))
+    grouped = groups > 1 and (query.device.type == "cpu" or (attention_mask is None and query.dtype in HALF))
     if not grouped:
-        key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        mask = mask.to(query.dtype)
+        key, value = _repeat_kv_heads(key, groups), _repeat_kv_heads(value, groups)
+    if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        attention_mask = attention_mask.to(query.dtype)
     run = functools.partial(
-        F.scaled_dot_product_attention, query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        F.scaled_dot_product_attention,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        is_causal,
+        scale=scale,
+        enable_gqa=grouped,
     )
     kernels = KERNELS.get(query.device.type)
     if kernels is None or torch.compiler.is_compiling():  # torch then chooses the kernel when the graph runs
         return run()
     # On the CPU, ask torch for its choice: sdpa_kernel would affect other threads that call torch's attention.
-    choose = functools.partial(fused_sdp_choice, query, key, value, mask, dropout, causal)
+    choose = functools.partial(fused_sdp_choice, query, key, value, attention_mask, dropout, is_causal)
     if query.device.type == "cpu" and SDPBackend(choose(scale=scale, enable_gqa=grouped)) in kernels:
         return run()
     with _KERNEL_CHOICE_LOCK, sdpa_kernel(kernels):
@@ -215,7 +233,7 @@ def _fused_attention(
             reasons = _explain_kernel_rejection(run)
             if reasons is None:
                 raise
-            mask_shape = None if mask is None else tuple(mask.shape)
+            mask_shape = None if attention_mask is None else tuple(attention_mask.shape)
             raise ConfigError(
                 f"No fused attention kernel on {query.device.type} supports a query of shape {tuple(query.shape)}, a "
                 f"key of shape {tuple(key.shape)} and a mask of shape {mask_shape} in {query.dtype}: {reasons}.",
@@ -223,12 +241,12 @@ def _fused_attention(
             ) from error
 
 
-def _explain_kernel_rejection(run: Callable[[], Tensor]) -> str | None:
+def _explain_kernel_rejection(attention_fn: Callable[[], Tensor]) -> str | None:
     """Return why torch rejected the fused kernels, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
-            run()
+            attention_fn()
         except RuntimeError as error:
             reported = "; ".join(str(w.message).partition(" (Triggered")[0] for w in reasons)
             return reported or str(error) if "kernel" in str(error).lower() else None
@@ -239,18 +257,20 @@ def _explain_kernel_rejection(run: Callable[[], Tensor]) -> str | None:
 
 
 def _biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor, attention_mask: Tensor | None, scale: float
 ) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = query.shape[1] // key.shape[1]
-    is_trained = bias.requires_grad and torch.is_grad_enabled()
-    is_shared = bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1)
+    is_trained = position_bias.requires_grad and torch.is_grad_enabled()
+    is_shared = position_bias.shape[0] == 1 and (attention_mask is None or attention_mask.shape[0] == 1)
     if torch.compiler.is_compiling() or (is_shared and not is_trained):
-        return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
-    key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
-    out: Tensor = _BiasedAttention.apply(query, key, value, bias, mask, scale)
+        return _fused_attention(
+            query, key, value, _add_mask_to_bias(position_bias, attention_mask, query), 0.0, scale, False
+        )
+    key, value = _repeat_kv_heads(key, groups), _repeat_kv_heads(value, groups)
+    out: Tensor = _BiasedAttention.apply(query, key, value, position_bias, attention_mask, scale)
     return out
 
 
@@ -272,26 +292,26 @@ class _BiasedAttention(Function):
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
             return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
         outs = []
-        for chunk in _split_batch_into_slices(query, key):
+        for chunk in _get_batch_slices(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
             outs.append(_fused_attention(q, k, v, _add_mask_to_bias(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, *rest = ctx.saved_tensors
         mask = rest[0] if rest else None
         needed = [i for i in range(4) if ctx.needs_input_grad[i]]
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in needed else None for i, t in enumerate((query, key, value, bias))
         ]
-        for chunk in _split_batch_into_slices(query, key):
+        for chunk in _get_batch_slices(query, key):
             parts = _slice_batch(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                out = _reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], parts[4], ctx.scale)
-            chunk_grads = torch.autograd.grad(out, [inputs[i] for i in needed], grad[chunk])
+                out = _eager_attention(inputs[0], inputs[1], inputs[2], inputs[3], parts[4], ctx.scale)
+            chunk_grads = torch.autograd.grad(out, [inputs[i] for i in needed], grad_output[chunk])
             for i, g in zip(needed, chunk_grads, strict=True):
                 into = grads[i]
                 assert into is not None
@@ -299,19 +319,19 @@ class _BiasedAttention(Function):
         return (*grads, None, None)
 
 
-def _split_batch_into_slices(query: Tensor, key: Tensor) -> list[slice]:
+def _get_batch_slices(query: Tensor, key: Tensor) -> list[slice]:
     """Return slices of the batch that are small enough to compute their attention scores at once."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 
-def _slice_batch(chunk: slice, *tensors: Tensor | None) -> list[Tensor | None]:
+def _slice_batch(batch_slice: slice, *tensors: Tensor | None) -> list[Tensor | None]:
     """Slice each tensor along the batch dim. A tensor with a batch size of 1 is not sliced, because it broadcasts."""
-    return [t if t is None or t.shape[0] == 1 else t[chunk] for t in tensors]
+    return [t if t is None or t.shape[0] == 1 else t[batch_slice] for t in tensors]
 
 
-def _reference_attention(
+def _eager_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * scale

@@ -24,8 +24,8 @@ from shardformer.kernels.model_specific_attention import (
     apply_attention_overrides,
     check_attention_overrides,
     find_attention_override,
-    read_class_source,
-    uses_attention_interface,
+    get_class_source,
+    has_attention_interface_call,
 )
 from shardformer.module_paths import find_model_configs
 from shardformer.torch_patches import Patch, Undo, install_patch
@@ -68,7 +68,7 @@ def use_flash_attention(
     for path, name, function in (*apply_attention_overrides(model), *_enable_timm_fused_attention(model)):
         if on_replace is not None:
             on_replace(path, name, function)
-    return _describe_kernels(model, device)
+    return _describe_attention_kernels(model, device)
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
@@ -105,10 +105,10 @@ def _enable_timm_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, C
                 yield f"{path}.forward", "forward", forward_with_fused_kernels
 
 
-def forward_with_fused_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward_with_fused_kernels(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a module's `forward` with fused kernels instead of torch's scaled_dot_product_attention."""
-    with FusedAttentionMode(self):
-        return type(self).forward(self, *args, **kwargs)
+    with FusedAttentionMode(module):
+        return type(module).forward(module, *args, **kwargs)
 
 
 # --- requirements
@@ -126,12 +126,12 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     softmax or call torch's attention. Modules that only contain an attention module are not included.
     """
     classes = {type(m) for m in model.modules()}
-    sources = {cls: read_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    sources = {cls: get_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
     computes = re.compile(r"softmax\(|scaled_dot_product_attention\(")
     return {
         cls: source
         for cls, source in sources.items()
-        if uses_attention_interface(source) or ("attention" in cls.__name__.lower() and computes.search(source))
+        if has_attention_interface_call(source) or ("attention" in cls.__name__.lower() and computes.search(source))
     }
 
 
@@ -140,11 +140,15 @@ def _check_attention_interface(model: nn.Module) -> None:
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if find_attention_override(cls) is not None or cls.__name__ in SDPA} | switched
     unknown = [
-        cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source) and cls not in known
+        cls.__name__ for cls, source in classes.items() if not has_attention_interface_call(source) and cls not in known
     ]
     opting_out = [m for m in model.modules() if getattr(m, "_supports_sdpa", True) is False]
     without = sorted(
-        {type(m).__name__ for m in opting_out if any(map(uses_attention_interface, find_attention_classes(m).values()))}
+        {
+            type(m).__name__
+            for m in opting_out
+            if any(map(has_attention_interface_call, find_attention_classes(m).values()))
+        }
     )
     if unknown:
         reason = f"computes attention in {', '.join(unknown)} without transformers' AttentionInterface"
@@ -189,27 +193,27 @@ def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
     return DROPOUT_OF_CALL.findall(source)
 
 
-def _format_dropout_settings(owner: Any, rate: float) -> str:
-    settings = vars(owner)
+def _format_dropout_settings(config_or_module: Any, rate: float) -> str:
+    settings = vars(config_or_module)
     names = [k for k, v in settings.items() if v == rate and ("drop" in k) and ("att" in k or k == "dropout_rate")]
     return " and ".join(f"{n}=0.0" for n in names) or "an attention dropout of 0"
 
 
-def _describe_kernels(model: nn.Module, device: torch.device) -> str:
+def _describe_attention_kernels(model: nn.Module, device: torch.device) -> str:
     """Describe which fused kernel each attention class of a model uses."""
     classes_by_kernel: dict[str, list[str]] = {}
     for cls in find_attention_classes(model):
-        classes_by_kernel.setdefault(_describe_kernel_of_class(model, cls, device), []).append(cls.__name__)
+        classes_by_kernel.setdefault(_describe_attention_kernel(model, cls, device), []).append(cls.__name__)
     return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in classes_by_kernel.items())
 
 
-def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
+def _describe_attention_kernel(model: nn.Module, attention_cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
         return "torch's attention, which selects a kernel"
-    override = find_attention_override(cls)
+    override = find_attention_override(attention_cls)
     biases = BIAS if override is None else re.compile(override.bias or "^$")
     is_bias_trained = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
-    if cls.__name__ in SDPA:
+    if attention_cls.__name__ in SDPA:
         kernel = "torch flash attention for the CPU" if device.type == "cpu" else "the kernel that torch selects"
         return f"{kernel}, through its own call of torch's attention"
     if device.type == "cpu":
@@ -221,7 +225,9 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
     return fused if get_flash_attn_func() is None else f"flash-attn, or {fused}"
 
 
-def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
+def register_attention(
+    attention_name: str, attention_fn: Callable[..., Any], mask_fn: Callable[..., Any] | None
+) -> None:
     """Register an attention function and its mask function with transformers. By default, the mask is SDPA's."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -229,18 +235,18 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
     def register() -> Undo:
         tables: tuple[Any, ...] = AttentionInterface, AttentionMaskInterface
-        for table, function in zip(tables, (attention, mask or sdpa_mask), strict=True):
-            table.register(name, function)
+        for table, function in zip(tables, (attention_fn, mask_fn or sdpa_mask), strict=True):
+            table.register(attention_name, function)
 
         def undo() -> None:
             for table in tables:
-                del table._global_mapping[name]
+                del table._global_mapping[attention_name]
 
         return undo
 
     patch = Patch(
-        f"transformers.AttentionInterface and AttentionMaskInterface: {name}",
-        attention.__module__,
+        f"transformers.AttentionInterface and AttentionMaskInterface: {attention_name}",
+        attention_fn.__module__,
         "adds the attention that a sharded model names in its configuration",
     )
     install_patch(patch, register)

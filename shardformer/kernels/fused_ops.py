@@ -52,32 +52,40 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 
 
 def rms_norm(
-    kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean_fn: Callable[[Tensor], Tensor] | None = None
+    rms_kind: str,
+    hidden_states: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    mean_fn: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Apply the RMS norm variant ``kind``, with torch's fused kernel unless ``mean_fn`` is passed."""
-    shape = x.shape[-1:]
-    if weight is not None and kind == "gemma":
+    """Apply the RMS norm variant ``rms_kind``, with torch's fused kernel unless ``mean_fn`` is passed."""
+    shape = hidden_states.shape[-1:]
+    if weight is not None and rms_kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
-    if mean_fn is None and kind == "torch":
-        return F.rms_norm(x, shape, weight, eps)
-    if mean_fn is None and kind == "gemma":
-        return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
-    if mean_fn is None and weight is not None and x.dtype == weight.dtype != torch.float64:
+    if mean_fn is None and rms_kind == "torch":
+        return F.rms_norm(hidden_states, shape, weight, eps)
+    if mean_fn is None and rms_kind == "gemma":
+        return F.rms_norm(hidden_states.to(torch.float32), shape, weight, eps).to(hidden_states.dtype)
+    if mean_fn is None and weight is not None and hidden_states.dtype == weight.dtype != torch.float64:
         # In 16 bits the kernel rounds once, after the weight: at most one unit in the last place from rounding twice.
-        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have returned fp32
-    y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
+        return F.rms_norm(hidden_states, shape, weight, eps).to(hidden_states.dtype)  # autocast may have returned fp32
+    y = (
+        hidden_states
+        if hidden_states.dtype == torch.float64 and rms_kind in ("t5", "torch")
+        else hidden_states.to(torch.float32)
+    )
     if mean_fn is None and y.dtype == torch.float32:
         y = F.rms_norm(y, shape, None, eps)
     else:
-        squares = (y.to(torch.float32) if kind == "t5" else y).square()
+        squares = (y.to(torch.float32) if rms_kind == "t5" else y).square()
         mean_square = squares.mean(-1, keepdim=True) if mean_fn is None else mean_fn(squares)
-        y = y * torch.rsqrt(mean_square + (torch.finfo(x.dtype).eps if eps is None else eps))
-    if kind == "llama":
-        y = y.to(x.dtype)
-    if kind == "t5" and weight is not None and weight.dtype in HALF:
+        y = y * torch.rsqrt(mean_square + (torch.finfo(hidden_states.dtype).eps if eps is None else eps))
+    if rms_kind == "llama":
+        y = y.to(hidden_states.dtype)
+    if rms_kind == "t5" and weight is not None and weight.dtype in HALF:
         y = y.to(weight.dtype)
     y = y if weight is None else weight * y
-    return y if kind in ("llama", "t5") else y.to(x.dtype)
+    return y if rms_kind in ("llama", "t5") else y.to(hidden_states.dtype)
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -105,9 +113,9 @@ class FusedRMSNorm(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, kind: str, eps: float | None) -> None:
+    def __init__(self, rms_kind: str, eps: float | None) -> None:
         super().__init__()
-        self.kind, self.eps = kind, eps
+        self.kind, self.eps = rms_kind, eps
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
@@ -143,14 +151,14 @@ def make_fused_norm(module: nn.Module) -> nn.Module:
     return kind.from_native_module(module)
 
 
-def _move_norm_parameters(target: nn.Module, source: nn.Module, names: tuple[str, ...]) -> None:
-    """Move the parameters and other attributes, such as ``variance_epsilon``, from ``source`` to ``target``."""
-    for name in names:
-        target.register_parameter(name, source._parameters.get(name))
-    for name, value in vars(source).items():
-        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(target, name):
-            setattr(target, name, value)
-    target.train(source.training)
+def _move_norm_parameters(target_norm: nn.Module, source_norm: nn.Module, param_names: tuple[str, ...]) -> None:
+    """Move parameters and other attributes, such as ``variance_epsilon``, from ``source_norm`` to ``target_norm``."""
+    for name in param_names:
+        target_norm.register_parameter(name, source_norm._parameters.get(name))
+    for name, value in vars(source_norm).items():
+        if not name.startswith("_") and name not in ("training", "forward") and not hasattr(target_norm, name):
+            setattr(target_norm, name, value)
+    target_norm.train(source_norm.training)
 
 
 def _find_eps(module: nn.Module) -> float | None:
@@ -169,7 +177,7 @@ def _measure_eps(module: nn.Module) -> float | None:
     if shape is None or module._parameters.get("bias") is not None:
         return None
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        probe = _copy_with_test_parameters(module, torch.float64)
+        probe = _copy_with_test_params(module, torch.float64)
         x = _make_test_input(shape, 0.7)
         x = 1e-4 * (x - x.mean())
         weight = probe._parameters.get("weight")
@@ -219,10 +227,10 @@ def get_norm_kind(module: nn.Module) -> str | None:
     if shape is None:
         return None
     if settings is None:
-        return _find_norm_kind(module, shape)
+        return _identify_norm_kind(module, shape)
     known = _KNOWN_KINDS.setdefault(type(module), {})
     if settings not in known:
-        known[settings] = _find_norm_kind(module, shape)
+        known[settings] = _identify_norm_kind(module, shape)
     return known[settings]
 
 
@@ -242,24 +250,26 @@ def _get_norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
     return cls.forward, shapes, tuple(sorted(own.items())), tuple(sorted(shared.items()))
 
 
-def _is_plain_value(value: object) -> bool:
-    return isinstance(value, PLAIN_VALUES) or (isinstance(value, tuple) and all(map(_is_plain_value, value)))
+def _is_plain_value(attribute: object) -> bool:
+    return isinstance(attribute, PLAIN_VALUES) or (
+        isinstance(attribute, tuple) and all(map(_is_plain_value, attribute))
+    )
 
 
 @without_fake_tensors()
-def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+def _identify_norm_kind(module: nn.Module, normalized_shape: tuple[int, ...]) -> str | None:
     eps = _find_eps(module)
     has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
     kinds = ["layer"] if eps is not None else []
-    if len(shape) == 1 and not has_bias:
+    if len(normalized_shape) == 1 and not has_bias:
         kinds += RMS_KINDS if has_weight and eps is not None else ["torch"]
     errors = dict.fromkeys(kinds, 0.0)
-    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
+    sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(normalized_shape))
     with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
         simplefilter("ignore")  # torch warns that it has no fused kernel for mixed dtypes
         for x_dtype, weight_dtype in PROBE_INPUTS:
-            x = (_make_test_input((3, *shape), 0.7) * sizes).to(x_dtype)
-            probe, is_mixed = _copy_with_test_parameters(module, weight_dtype), x_dtype != weight_dtype
+            x = (_make_test_input((3, *normalized_shape), 0.7) * sizes).to(x_dtype)
+            probe, is_mixed = _copy_with_test_params(module, weight_dtype), x_dtype != weight_dtype
             weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
             try:
                 y = probe.forward(x)
@@ -267,13 +277,13 @@ def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
                 y = None  # another kind of module, or no support for this pair of dtypes
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
-                    formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    error = _relative_error_over_tolerance(
+                    formula = F.layer_norm(x, normalized_shape, weight, bias, eps or 0.0)
+                    error = _compute_error_tolerance_ratio(
                         formula, y, min_denominator=1.0
                     )  # x - mean is already rounded
                     errors[kind] = max(errors[kind], error)
                 elif kind != "layer" and (y is not None or not is_mixed):
-                    errors[kind] = max(errors[kind], _relative_error_over_tolerance(rms_norm(kind, x, weight, eps), y))
+                    errors[kind] = max(errors[kind], _compute_error_tolerance_ratio(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)
     return best if best is not None and errors[best] <= 1 else None
 
@@ -282,7 +292,7 @@ def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
 def is_elementwise(module: nn.Module) -> bool:
     """Return whether each output feature of a module depends only on the same feature of the input."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        probe = _copy_with_test_parameters(module, torch.float64)
+        probe = _copy_with_test_params(module, torch.float64)
         size = next((p.shape[0] for p in probe.parameters()), 2)
         x = _make_test_input((3, size), 0.7)
         try:
@@ -298,7 +308,7 @@ def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
 
-def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _copy_with_test_params(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a norm to the CPU, with test values as its parameters."""
     probe = copy.copy(module)
     probe._parameters = {
@@ -308,7 +318,7 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
     return probe
 
 
-def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
+def _compute_error_tolerance_ratio(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
     """Return the largest relative error of ``actual``, as a multiple of the error allowed for its dtype.
 
     Denominators are at least ``min_denominator``.
@@ -319,9 +329,9 @@ def _relative_error_over_tolerance(expected: Tensor, actual: Tensor | None, min_
     return float(((a - b).abs() / b.abs().clamp(min=min_denominator)).max()) / BOUNDS[actual.dtype]
 
 
-def _check_no_keyword_arguments(cls: type[nn.Module], options: dict[str, Any]) -> None:
-    if options:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+def _check_no_keyword_arguments(cls: type[nn.Module], kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         raise ConfigError(
             f"{cls.__name__} takes no keyword arguments, but the policy passes {arguments}.",
             remedy="Remove these keyword arguments from the policy.",
@@ -339,16 +349,16 @@ TANH = functools.partial(F.gelu, approximate="tanh")
 
 
 def apply_bias_activation_gate(
-    act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
+    activation_fn: Callable[[Tensor], Tensor] | None, hidden_states: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """Compute ``act(x + bias) * gate``, the elementwise part of a gated MLP: x and gate (..., H), bias (H,)."""
-    x = x if bias is None else x + bias
-    x = x if act is None else act(x)
-    return x if gate is None else x * gate
+    """Compute ``activation_fn(hidden_states + bias) * gate``, as in a gated MLP, with shape (..., H)."""
+    hidden_states = hidden_states if bias is None else hidden_states + bias
+    hidden_states = hidden_states if activation_fn is None else activation_fn(hidden_states)
+    return hidden_states if gate is None else hidden_states * gate
 
 
 @functools.cache
-def get_compiled_bias_activation_gate(device_type: str) -> Callable[..., Tensor]:
+def get_compiled_bias_act_gate(device_type: str) -> Callable[..., Tensor]:
     """Return ``apply_bias_activation_gate``, compiled with torch.compile on devices other than the CPU."""
     return (
         apply_bias_activation_gate if device_type == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
@@ -359,12 +369,12 @@ class _DeferredBias(Function):
     """Autograd function that computes the gradients of ``x + bias`` but returns x without the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, hidden_states: Tensor, bias: Tensor) -> Tensor:
+        return hidden_states.view_as(hidden_states)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output, grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
 
 
 class DeferredActivation(DeferredTensor):
@@ -374,12 +384,12 @@ class DeferredActivation(DeferredTensor):
     out: Tensor | None
 
     @classmethod
-    def from_operands(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        formula = functools.partial(apply_bias_activation_gate, act, bias=bias, gate=None)
+    def from_operands(cls, activation_fn: Any, hidden_states: Tensor, bias: Tensor | None) -> Tensor:
+        formula = functools.partial(apply_bias_activation_gate, activation_fn, bias=bias, gate=None)
         # the gradient, for an autograd function that receives this tensor itself
-        pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
-        deferred = cls.from_local(x, tuple(x.shape), None, None, formula, pull)
-        deferred.terms, deferred.out = (act, x, bias), None
+        pull = lambda grad: torch.func.vjp(formula, hidden_states.detach())[1](grad)[0]  # noqa: E731
+        deferred = cls.from_local(hidden_states, tuple(hidden_states.shape), None, None, formula, pull)
+        deferred.terms, deferred.out = (activation_fn, hidden_states, bias), None
         return deferred
 
     def full_tensor(self) -> Tensor:
@@ -387,9 +397,7 @@ class DeferredActivation(DeferredTensor):
             return super().full_tensor()
         if self.out is None:
             function = (
-                apply_bias_activation_gate
-                if self.terms[0] is None
-                else get_compiled_bias_activation_gate(self.device.type)
+                apply_bias_activation_gate if self.terms[0] is None else get_compiled_bias_act_gate(self.device.type)
             )
             with torch.enable_grad():
                 self.out = function(*self.terms, None)
@@ -406,15 +414,17 @@ class DeferredActivation(DeferredTensor):
             if act is not None and func is Tensor.mul:
                 gate = resolve_deferred_tensors(args[1] if args[0] is x else args[0])
                 if isinstance(gate, Tensor) and gate.shape == y.shape:
-                    return get_compiled_bias_activation_gate(y.device.type)(act, y, bias, gate)
+                    return get_compiled_bias_act_gate(y.device.type)(act, y, bias, gate)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Postpone adding a bias to ``x``, so that the addition can be fused with the next operation."""
-    bias = None if bias is None else bias.to(x.dtype)
+def defer_bias(hidden_states: Tensor, bias: Tensor | None) -> Tensor:
+    """Postpone adding a bias to ``hidden_states``, so that the addition can be fused with the next operation."""
+    bias = None if bias is None else bias.to(hidden_states.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
-        return x if bias is None else x + bias
+        return hidden_states if bias is None else hidden_states + bias
     return DeferredActivation.from_operands(
-        None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()
+        None,
+        hidden_states if bias is None else _DeferredBias.apply(hidden_states, bias),
+        None if bias is None else bias.detach(),
     )

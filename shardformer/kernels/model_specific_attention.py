@@ -126,21 +126,21 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
 
 
 def _cosine_attention(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias_table: Tensor, dropout_layer: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias_table: Tensor, dropout_layer: Any
 ) -> Tensor:
     """Compute attention within windows from the cosine similarities between queries and keys.
 
     q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D).
     """
-    scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
+    scale_N11 = torch.clamp(module.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
-    area = self.window_size[0] * self.window_size[1]
-    bias_LLN = bias_table[self.relative_position_index.view(-1)].view(area, area, -1)
+    area = module.window_size[0] * module.window_size[1]
+    bias_LLN = bias_table[module.relative_position_index.view(-1)].view(area, area, -1)
     bias_1NLL = 16 * torch.sigmoid(bias_LLN.permute(2, 0, 1).contiguous())[None]
     if mask is not None:
         mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
-    p = _get_dropout_rate(self, dropout_layer)
-    out, _ = attention(self, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
+    p = _get_dropout_rate(module, dropout_layer)
+    out, _ = attention(module, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
     return out.flatten(2)
 
 
@@ -202,12 +202,12 @@ def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
     override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if override is None:
         return None
-    source = read_class_source(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
-    return None if uses_attention_interface(source) else override
+    source = get_class_source(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    return None if has_attention_interface_call(source) else override
 
 
 @functools.cache
-def read_class_source(cls: Any) -> str:
+def get_class_source(cls: Any) -> str:
     """Return the source code of the methods of a class and its base classes, or "" if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
@@ -220,11 +220,11 @@ def read_class_source(cls: Any) -> str:
     return "\n".join(parts)
 
 
-def uses_attention_interface(source: str) -> bool:
+def has_attention_interface_call(source: str) -> bool:
     return "get_interface(" in source
 
 
-def find_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
+def iter_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
         if (override := find_attention_override(type(module))) is not None:
             yield path, module, override
@@ -232,7 +232,7 @@ def find_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, Atten
 
 def check_attention_overrides(model: nn.Module) -> None:
     """Raise ConfigError if a fused replacement does not match the attention method of the model."""
-    for path, module, override in find_modules_to_override(model):
+    for path, module, override in iter_modules_to_override(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
@@ -260,13 +260,13 @@ def check_attention_overrides(model: nn.Module) -> None:
 
 def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Make a model's attention modules use fused kernels, and yield each method that was replaced."""
-    for path, module, override in list(find_modules_to_override(model)):
+    for path, module, override in list(iter_modules_to_override(model)):
         if override.method in vars(module):
             continue  # installed before
         setattr(module, override.method, override.function.__get__(module))
-        register_forward_hooks(module, HookOrder.CHECKS, _reject_output_attentions, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.CHECKS, _no_output_attentions_pre_hook, with_kwargs=True)
         yield f"{path}.{override.method}", override.method, override.function
 
 
-def _reject_output_attentions(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _no_output_attentions_pre_hook(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])

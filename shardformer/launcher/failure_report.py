@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import TRACEBACK_VARIABLE, format_error, is_traceback_enabled
-from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, describe_stack_locations, format_ranks
+from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, format_ranks, get_stack_location_lines
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -24,23 +24,29 @@ MAX_TEXT_LENGTH = 600
 FEW = 3
 
 
-def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
+def format_failure_report(
+    failures_by_rank: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command_name: str = "run"
+) -> str:
     """Format the errors of all ranks for the terminal, with identical errors merged and the root cause last.
 
     Args:
-        failures: the failure of each rank that failed.
-        ranks: all ranks, if the launcher knows them. Ranks that are not in ``failures`` exited normally.
-        command: the subcommand of ``shardformer`` that the report names.
+        failures_by_rank: the failure of each rank that failed.
+        ranks: all ranks, if the launcher knows them. Ranks that are not in ``failures_by_rank`` exited normally.
+        command_name: the subcommand of ``shardformer`` that the report names.
     """
-    me = f"shardformer {command}"
+    me = f"shardformer {command_name}"
     # ranks that the launcher ended after another failure are not the cause
-    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _get_error_text(f)} or failures
-    order = sorted(own_fault, key=lambda rank: _root_cause_sort_key(own_fault[rank]))
-    first = failures[order[0]]
+    own_fault = {
+        r: f for r, f in failures_by_rank.items() if f.exitcode not in _BY_LAUNCHER or _get_error_text(f)
+    } or failures_by_rank
+    order = sorted(own_fault, key=lambda rank: _get_root_cause_sort_key(own_fault[rank]))
+    first = failures_by_rank[order[0]]
     ours = _get_extra_info(first).get("parts")
-    same_error = [rank for rank in order if ours and _get_extra_info(failures[rank]).get("parts") == ours] or order[:1]
+    same_error = [
+        rank for rank in order if ours and _get_extra_info(failures_by_rank[rank]).get("parts") == ours
+    ] or order[:1]
     lines = [
-        f"{me}: rank {r} failed as well, {_describe_failure_cause(failures[r])}"
+        f"{me}: rank {r} failed as well, {_format_failure_cause(failures_by_rank[r])}"
         for r in order[::-1]
         if r not in same_error
     ]
@@ -48,12 +54,12 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
         lines += [line for line in (_get_extra_info(first).get("frame"), format_error(*ours)) if line]
         more = "" if is_traceback_enabled() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # the launcher may have ended a rank that raised the same error
-        left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
+        left = next((failures_by_rank[rank] for rank in same_error if failures_by_rank[rank].exitcode > 0), first)
         lines.append(
             f"{me}: {_format_ranks_and_world_size(same_error, _get_extra_info(first))}: "
             f"{_format_exit_status(left)}{more}"
         )
-    ended = sorted(set(ranks) - set(failures))
+    ended = sorted(set(ranks) - set(failures_by_rank))
     if (ended and _is_peer_timeout(first)) or (_is_lost_connection(first) and (ended or not ours)):
         who = format_ranks(ended) if ended else "a process of its group"
         lines.append(
@@ -63,13 +69,13 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     elif _is_peer_timeout(first) and STACK_LOCATIONS:
         who = format_ranks(sorted(STACK_LOCATIONS))
         lines.append(f"{me}: {who} had not failed when the launcher ended the run, and other ranks waited for it")
-        lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
+        lines += [f"{me}: {place}" for place in get_stack_location_lines()[:FEW]]
     elif not ours:
-        lines.append(f"{me}: rank {order[0]} failed first, {_describe_failure_cause(first)}")
+        lines.append(f"{me}: rank {order[0]} failed first, {_format_failure_cause(first)}")
     return "\n".join(lines)
 
 
-def _root_cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
+def _get_root_cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
     # The error of a rank that waited for a killed or lost peer is a consequence. A rank that the launcher had to kill
     # only caused the others to wait.
     if failure.pid in STUCK_PROCESSES:
@@ -114,7 +120,7 @@ def _format_exit_status(failure: ProcessFailure) -> str:
     )
 
 
-def _describe_failure_cause(failure: ProcessFailure) -> str:
+def _format_failure_cause(failure: ProcessFailure) -> str:
     if failure.exitcode in _BY_LAUNCHER and _get_error_text(failure):
         how = "ended by the launcher while it was exiting"
     elif failure.exitcode < 0:

@@ -60,12 +60,13 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
     return hosts
 
 
-def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
+def select_hosts(host_names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     """Return the machines named by the option ``--host``, in the order of the host file if there is one."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = [name.strip() for name in host_names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise LaunchError(
-            f"--host must be a list of distinct names, but got {names!r}.", remedy="Pass a list such as node1,node2."
+            f"--host must be a list of distinct names, but got {host_names!r}.",
+            remedy="Pass a list such as node1,node2.",
         )
     if hosts is None:
         return [HostEntry(name) for name in wanted]
@@ -102,14 +103,14 @@ def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
     )
 
 
-def _is_ip_address(name: str) -> bool:
-    return ":" in name or re.fullmatch(r"[\d.]+", name) is not None
+def _is_ip_address(host_name: str) -> bool:
+    return ":" in host_name or re.fullmatch(r"[\d.]+", host_name) is not None
 
 
-def _is_local_address(name: str) -> bool:
+def _is_local_address(host_name: str) -> bool:
     """Return whether a host name resolves to an address of this machine."""
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host_name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     for family, kind, protocol, _, address in found:

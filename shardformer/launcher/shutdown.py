@@ -35,7 +35,7 @@ ENDED_FILE = "ended"  # file in this folder while the launcher ends all processe
 @contextmanager
 def register_graceful_shutdown() -> Iterator[None]:
     """Context manager that makes the launcher wait after a signal until this process has saved its work."""
-    note = _get_registration_file(os.getpid())
+    note = _get_shutdown_registration_file(os.getpid())
     if note is not None:
         with suppress(OSError):  # the launcher then waits as for any other process
             note.touch()
@@ -46,23 +46,23 @@ def register_graceful_shutdown() -> Iterator[None]:
             note.unlink(missing_ok=True)
 
 
-def shuts_down_gracefully(pid: int) -> bool:
+def is_graceful_shutdown_registered(pid: int) -> bool:
     """Return whether the launcher should give a process time to save its work after a signal."""
-    note = _get_registration_file(pid)
+    note = _get_shutdown_registration_file(pid)
     return note is not None and note.exists()
 
 
-def has_launcher() -> bool:
+def has_shardformer_launcher() -> bool:
     """Return whether ``shardformer run`` started this process."""
     return FOLDER in os.environ
 
 
 def is_aborted_by_launcher() -> bool:
     """Return whether the launcher is ending this process because another process failed."""
-    return has_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
+    return has_shardformer_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
-def _get_registration_file(pid: int) -> Path | None:
+def _get_shutdown_registration_file(pid: int) -> Path | None:
     folder = os.environ.get(FOLDER)
     return Path(folder, str(pid)) if folder else None
 
@@ -84,11 +84,11 @@ STACK_LOCATIONS: dict[int, str] = {}
 
 
 @contextmanager
-def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
+def set_shutdown_timeout(args: argparse.Namespace) -> Iterator[None]:
     """Context manager that sets how long torch's launcher waits after a signal before it kills the processes."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    value = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
+    value = getattr(args, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
     timeout_s = int(value) if value is not None else None
     plain, signals = PContext.close, 0
     folder = tempfile.mkdtemp(prefix="shardformer-finishing-")
@@ -97,12 +97,14 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
     for name in NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    def close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+    def close_with_timeout(
+        process_context: PContext, death_sig: signal.Signals | None = None, timeout: int = 0
+    ) -> None:
         nonlocal signals
-        processes, number = _list_running_processes(self), death_sig or signal.SIGTERM
+        processes, number = _get_running_processes(process_context), death_sig or signal.SIGTERM
         pids = [process.pid for process in processes]
-        saves = any(map(shuts_down_gracefully, pids))
-        signals += _is_ending_on_signal()
+        saves = any(map(is_graceful_shutdown_registered, pids))
+        signals += _is_shutting_down_on_signal()
         seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
@@ -121,13 +123,13 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         if number is not signal.SIGKILL and signals <= 1:  # after a second signal, the user expects a kill
             looks.start()
         try:
-            plain(self, number, seconds)
+            plain(process_context, number, seconds)
         finally:
             looks.cancel()
             Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
-            _collect_stack_locations(self.error_files.values())
+            _collect_stack_locations(process_context.error_files.values())
 
-    PContext.close = close  # type: ignore[method-assign]
+    PContext.close = close_with_timeout  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -150,7 +152,7 @@ def _print_shutdown_notice(num_processes: int, signum: signal.Signals, timeout_s
     )
 
 
-def _list_running_processes(context: PContext) -> list[Any]:
+def _get_running_processes(context: PContext) -> list[Any]:
     """Return the processes of torch's launcher that are still running, as ``subprocess.Popen`` objects."""
     handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
@@ -172,7 +174,7 @@ def _signal_processes_and_wait(processes: Sequence[Any], signum: signal.Signals,
     start = saving_until = time.monotonic()
     while running := [process for process in processes if process.poll() is None]:
         now = time.monotonic()
-        if any(shuts_down_gracefully(process.pid) for process in running):
+        if any(is_graceful_shutdown_registered(process.pid) for process in running):
             saving_until = now
         if now > (saving_until + SHUTDOWN_TIMEOUT_S if timeout_s is None else start + timeout_s):
             return
@@ -183,7 +185,7 @@ def _signal_processes_and_wait(processes: Sequence[Any], signum: signal.Signals,
                 raise
 
 
-def _is_ending_on_signal() -> bool:
+def _is_shutting_down_on_signal() -> bool:
     """Return whether the launcher is shutting down because it received a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -198,7 +200,7 @@ def _collect_stack_locations(error_files: Iterable[str]) -> None:
             STACK_LOCATIONS[extra["rank"]] = extra["at"]
 
 
-def describe_stack_locations() -> list[str]:
+def get_stack_location_lines() -> list[str]:
     """List the lines of user code that the ranks were executing, with the ranks at each line."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
@@ -226,7 +228,7 @@ def _record_stuck_processes(pids: list[int], signum: signal.Signals, waited_s: f
         elif state not in ("", "Z"):
             how = (
                 f"it did not finish its step and save within {waited_s:g} s after {signum.name}"
-                if shuts_down_gracefully(pid)
+                if is_graceful_shutdown_registered(pid)
                 else f"it did not end on {signum.name} (because of its own signal handler or a call into C++)"
             )
             STUCK_PROCESSES[pid] = f"{how}, and the launcher killed it"

@@ -26,7 +26,7 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def record_uncaught_exception(
-    exception_type: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    exc_type: type[BaseException], exc_value: BaseException, exc_traceback: types.TracebackType | None
 ) -> None:
     """Print an uncaught exception and write it to the launcher's error file.
 
@@ -36,25 +36,25 @@ def record_uncaught_exception(
     """
     now = time.time()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        trace = trace.tb_next
-    if path and issubclass(exception_type, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
-        _write_stack_location(path, exception_type.__name__, traceback.extract_tb(trace))
+    while exc_traceback is not None and exc_traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        exc_traceback = exc_traceback.tb_next
+    if path and issubclass(exc_type, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
+        _write_stack_location(path, exc_type.__name__, traceback.extract_tb(exc_traceback))
         return
-    ours = _get_error_parts(error)
+    ours = _get_shardformer_error_parts(exc_value)
     if not ours or not path or sys.modules["shardformer.errors"].is_traceback_enabled():
-        sys.__excepthook__(exception_type, error.with_traceback(trace), trace)
-    if path and not issubclass(exception_type, KeyboardInterrupt):
-        text = "".join(traceback.format_exception(exception_type, error, trace))
+        sys.__excepthook__(exc_type, exc_value.with_traceback(exc_traceback), exc_traceback)
+    if path and not issubclass(exc_type, KeyboardInterrupt):
+        text = "".join(traceback.format_exception(exc_type, exc_value, exc_traceback))
         # torch's own fields are py_callstack and timestamp
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _format_user_frame(traceback.extract_tb(trace)),
+                "frame": _format_user_frame(traceback.extract_tb(exc_traceback)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
-        _write_error_file(path, f"{exception_type.__name__}: {error}", extra)
+        _write_error_file(path, f"{exc_type.__name__}: {exc_value}", extra)
 
 
 def record_stack_location() -> None:
@@ -71,18 +71,18 @@ def _write_stack_location(path: str, message: str, stack: traceback.StackSummary
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
-def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None:
+def _write_error_file(path: str, message: str, extra_info: dict[str, object]) -> None:
     """Write an error file in the JSON format that torch's ProcessFailure reads."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        json.dump({"message": {"message": message, "extraInfo": extra_info}}, file)
 
 
-def _get_error_parts(error: BaseException) -> list[str] | None:
+def _get_shardformer_error_parts(exception: BaseException) -> list[str] | None:
     """Return the class name and message parts of a ``ShardFormerError``, or None for other exceptions."""
     errors = sys.modules.get("shardformer.errors")
-    if errors is None or not isinstance(error, errors.ShardFormerError):
+    if errors is None or not isinstance(exception, errors.ShardFormerError):
         return None
-    return [type(error).__name__, error.what, error.rule, error.remedy]
+    return [type(exception).__name__, exception.what, exception.rule, exception.remedy]
 
 
 def _format_user_frame(stack: traceback.StackSummary) -> str:
@@ -138,25 +138,25 @@ def install_sigterm_handler() -> None:
     threading.Thread(target=wait_for_sigterm, daemon=True).start()
 
 
-def run_script(path: str) -> None:
+def run_script(script_path: str) -> None:
     """Execute a script as the ``__main__`` module, as ``python script.py`` does."""
-    if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
-        sys.path.insert(0, path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
-        runpy.run_path(path, run_name="__main__")
+    if os.path.isdir(script_path) or not script_path.endswith((".py", ".pyw")):
+        sys.path.insert(0, script_path if os.path.isdir(script_path) else os.path.dirname(os.path.abspath(script_path)))
+        runpy.run_path(script_path, run_name="__main__")
         return
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script_path)))
+    with open(script_path, "rb") as file:
+        code = compile(file.read(), script_path, "exec")
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    main.__dict__.update(__file__=script_path, __builtins__=__builtins__)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
-def run_module(name: str) -> None:
+def run_module(module_name: str) -> None:
     """Execute a module as the ``__main__`` module, as ``python -m name`` does."""
     sys.path.insert(0, os.getcwd())
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(module_name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

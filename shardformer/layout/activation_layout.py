@@ -75,19 +75,19 @@ class ActivationShard:
     order: IndexOrder = IndexOrder.CONTIGUOUS
     begin: ShardedFrom = ShardedFrom.STACK
 
-    def make_split(self, length: int, num_ranks: int) -> Split:
-        """Return the indices that each rank stores if a dimension of size ``length`` is sharded.
+    def make_split(self, dim_size: int, num_ranks: int) -> Split:
+        """Return the indices that each rank stores if a dimension of size ``dim_size`` is sharded.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).make_split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
         """
         if self.order is IndexOrder.CONTIGUOUS:
-            return Split.even(length, num_ranks, axes=(self.axis,))
+            return Split.even(dim_size, num_ranks, axes=(self.axis,))
         if self.order is IndexOrder.STRIPED:
             return Split(
-                tuple(tuple((i, i + 1) for i in range(r, length, num_ranks)) for r in range(num_ranks)), (self.axis,)
+                tuple(tuple((i, i + 1) for i in range(r, dim_size, num_ranks)) for r in range(num_ranks)), (self.axis,)
             )
-        halves = Split.even(length, 2 * num_ranks).parts
+        halves = Split.even(dim_size, 2 * num_ranks).parts
         return Split(tuple((*halves[r], *halves[2 * num_ranks - 1 - r]) for r in range(num_ranks)), (self.axis,))
 
 
@@ -115,9 +115,9 @@ class ActivationLayout:
         """Whether an activation dimension is sharded in the layers but not in the embeddings and heads."""
         return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
-    def get_stack_shard(self, axis: str) -> ActivationShard | None:
-        """Return the activation dimension that is sharded over ``axis`` in the layers only, or None."""
-        return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
+    def get_stack_shard(self, axis_name: str) -> ActivationShard | None:
+        """Return the activation dimension that is sharded over ``axis_name`` in the layers only, or None."""
+        return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis_name), None)
 
     def get_gradient_sum_axes(self, region: ModelRegion) -> tuple[str, ...]:
         """Return the axes over which to sum the gradients of replicated parameters in a part of the model."""
@@ -129,7 +129,7 @@ class ActivationLayout:
         """Axes over which the model inputs are sharded."""
         return tuple(shard.axis for shard in self.get_region_shards(ModelRegion.OUTSIDE))
 
-    def count_input_shards(self, axis_sizes: Mapping[str, int]) -> int:
+    def get_num_input_shards(self, axis_sizes: Mapping[str, int]) -> int:
         """Return the number of shards of the model inputs. Each rank's loss is the mean over its shard."""
         return prod(map(axis_sizes.__getitem__, self.input_axes))
 

@@ -47,21 +47,23 @@ def has_quantization_config(model: nn.Module) -> bool:
     return quantizers.count(None) < len(quantizers)
 
 
-def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
-    if is_from_bitsandbytes(param):
+def _is_packed(param: nn.Parameter, is_quantized_model: bool) -> bool:
+    if is_bitsandbytes_object(param):
         return not param.dtype.is_floating_point or bool(getattr(param, "bnb_quantized", False))
-    return (is_wrapper_tensor(param) and not is_dtensor(param)) or (is_quantized and param.dtype not in PLAIN_DTYPES)
+    return (is_wrapper_tensor(param) and not is_dtensor(param)) or (
+        is_quantized_model and param.dtype not in PLAIN_DTYPES
+    )
 
 
-def is_from_bitsandbytes(value: object) -> bool:
+def is_bitsandbytes_object(instance: object) -> bool:
     """Return whether the class of an object is defined in bitsandbytes. Does not import bitsandbytes."""
-    return type(value).__module__.partition(".")[0] == BITSANDBYTES
+    return type(instance).__module__.partition(".")[0] == BITSANDBYTES
 
 
 def is_4bit_linear(module: nn.Module) -> bool:
     """Return whether a module is a bitsandbytes linear layer with a packed 4-bit weight."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
-    return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
+    return isinstance(module, nn.Linear) and is_bitsandbytes_object(module) and len(getattr(state, "shape", ())) == 2
 
 
 def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
@@ -77,15 +79,15 @@ def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
     return [plain, *(x for owner in owners for x in vars(owner).values() if type(x) is Tensor and x is not plain)]
 
 
-def count_unpacked_values(param: Tensor) -> int:
+def get_unpacked_numel(param: Tensor) -> int:
     """Return the number of elements of a parameter before quantization. 4-bit weights store two per byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
 
 
-def count_packed_values(model: nn.Module) -> int:
+def get_packed_weights_numel(model: nn.Module) -> int:
     """Return the number of quantized weight values in the full, unsharded model."""
-    return sum(module.num_packed_values for module in find_packed_modules(model))
+    return sum(module.num_packed_values for module in iter_packed_modules(model))
 
 
 class PackedWeightsMixin:
@@ -113,7 +115,7 @@ class PackedWeightsMixin:
         return self
 
 
-def hide_packed_weights(model: nn.Module) -> int:
+def unregister_packed_parameters(model: nn.Module) -> int:
     """Turn quantized parameters into plain attributes of their modules, and return their number."""
     packed = set(map(id, find_packed_weights(model).values()))
     count = 0
@@ -124,38 +126,38 @@ def hide_packed_weights(model: nn.Module) -> int:
     return count
 
 
-def store_weights_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: int | None = None) -> None:
+def store_weights_as_attributes(module: nn.Module, weights: dict[str, Any], full_numel: int | None = None) -> None:
     """Store packed weights as attributes of a module instead of parameters. Changes the class of the module.
 
     Args:
-        num_values: number of values of the full weights, if ``weights`` are shards.
+        full_numel: number of values of the full weights, if ``weights`` are shards.
     """
     for name in weights:
         module._parameters.pop(name, None)
-    count = sum(map(count_unpacked_values, weights.values())) if num_values is None else num_values
+    count = sum(map(get_unpacked_numel, weights.values())) if full_numel is None else full_numel
     vars(module).update(weights, packed_names=tuple(weights), num_packed_values=count)
     if FAST_CPU_KERNEL in vars(module):
         vars(module)[FAST_CPU_KERNEL] = False
-    add_mixins(module, PackedWeightsMixin)
+    add_mixin_classes(module, PackedWeightsMixin)
 
 
-def add_mixins(module: nn.Module, *mixins: type) -> None:
+def add_mixin_classes(module: nn.Module, *mixin_classes: type) -> None:
     """Add mixins to the class of a module, unless the class has them already."""
-    if new := tuple(mixin for mixin in mixins if not isinstance(module, mixin)):
+    if new := tuple(mixin for mixin in mixin_classes if not isinstance(module, mixin)):
         kind: Any = type(module)
         module.__class__ = _make_mixin_class(new, kind)
 
 
 @cache
-def _make_mixin_class(mixins: tuple[type, ...], base_class: Any) -> Any:
+def _make_mixin_class(mixin_classes: tuple[type, ...], base_class: Any) -> Any:
     return type(
         base_class.__name__,
-        (*mixins, base_class),
+        (*mixin_classes, base_class),
         {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__},
     )
 
 
-def find_packed_modules(model: nn.Module) -> Iterator[Any]:
+def iter_packed_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, PackedWeightsMixin))
 
 
@@ -165,11 +167,12 @@ def check_quantized_model_has_adapters(model: nn.Module, adapters: object) -> No
         check_no_packed_weights(model, "Training")
 
 
-def check_no_packed_weights(model: nn.Module, action: str) -> None:
-    """Raise ConfigError if a sharded model has quantized weights, because ``action`` does not support them."""
-    if (module := next(find_packed_modules(model), None)) is not None:
+def check_no_packed_weights(model: nn.Module, action_name: str) -> None:
+    """Raise ConfigError if a sharded model has quantized weights, because ``action_name`` does not support them."""
+    if (module := next(iter_packed_modules(model), None)) is not None:
         raise ConfigError(
-            f"{action} does not support the quantized {type(module).__name__} layers of this {type(model).__name__}.",
+            f"{action_name} does not support the quantized {type(module).__name__} layers of this "
+            f"{type(model).__name__}.",
             remedy="Call peft.get_peft_model before shard_model, train only the adapters, and save them with the "
             "save_pretrained method of the PEFT model.",
         )

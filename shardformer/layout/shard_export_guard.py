@@ -55,10 +55,11 @@ class ExportGuardedShard(Tensor):
         return self.view_as(self)
 
 
-def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
+def raise_shard_export_error(tensor_name: str, shape: tuple[int, ...]) -> NoReturn:
     """Raise ConfigError because another library tried to save or read a shard."""
     raise ConfigError(
-        f"The tensor {name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by another "
+        f"The tensor {tensor_name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by "
+        "another "
         "library.",
         remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "
         "training, shardformer.save_checkpoint. To read only this shard, use tensor.as_subclass(torch.Tensor).",
@@ -71,37 +72,39 @@ def _get_data_export_functions() -> frozenset[Any]:
     return frozenset(getattr(Tensor, name) for name in names)
 
 
-def _guard_if_same_size(x: Any, slices: Iterable[ExportGuardedShard]) -> Any:
-    name = next((each._param_name for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
-    return x if name is None else _to_guarded_shard(x, name)
+def _guard_if_same_size(output: Any, guarded_shards: Iterable[ExportGuardedShard]) -> Any:
+    name = next(
+        (each._param_name for each in guarded_shards if type(output) is Tensor and output.numel() == each.numel()), None
+    )
+    return output if name is None else _to_guarded_shard(output, name)
 
 
-def _to_guarded_shard(x: Tensor, name: str) -> ExportGuardedShard:
-    result = x.as_subclass(ExportGuardedShard)
-    result._param_name = name
+def _to_guarded_shard(tensor: Tensor, param_name: str) -> ExportGuardedShard:
+    result = tensor.as_subclass(ExportGuardedShard)
+    result._param_name = param_name
     return result
 
 
-def to_plain_tensor(x: Tensor) -> Tensor:
+def to_plain_tensor(tensor: Tensor) -> Tensor:
     """Convert an ``ExportGuardedShard`` to a plain tensor, and return any other tensor unchanged."""
-    return x.as_subclass(Tensor) if isinstance(x, ExportGuardedShard) else x
+    return tensor.as_subclass(Tensor) if isinstance(tensor, ExportGuardedShard) else tensor
 
 
-def mark_state_dict_shards(module: nn.Module, names: Collection[str] | None) -> None:
+def guard_state_dict_shards(module: nn.Module, param_names: Collection[str] | None) -> None:
     """Make the state dict of a module mark its shards, so that they cannot be saved as full tensors.
 
     Args:
-        names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.
+        param_names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.
     """
     marked = module.__dict__.get(MARKED, ())
     if MARKED not in module.__dict__:
-        module.register_state_dict_post_hook(_guard_shards_in_state_dict)
-    module.__dict__[MARKED] = None if names is None or marked is None else tuple(dict.fromkeys((*marked, *names)))
+        module.register_state_dict_post_hook(_guard_shards_post_hook)
+    module.__dict__[MARKED] = (
+        None if param_names is None or marked is None else tuple(dict.fromkeys((*marked, *param_names)))
+    )
 
 
-def _guard_shards_in_state_dict(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
+def _guard_shards_post_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """State dict hook that converts the shards of one module to ``ExportGuardedShard``.
 
     The hook skips fake tensors, and the tensors of the module itself (``keep_vars=True``).
@@ -116,13 +119,13 @@ def _guard_shards_in_state_dict(
 class _PickleGuard:
     """Callable that replaces ``__reduce_ex__`` of a sharded parameter, so that pickling raises ConfigError."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self._name, self._shape = name, shape
+    def __init__(self, param_name: str, shape: tuple[int, ...]) -> None:
+        self._name, self._shape = param_name, shape
 
     def __call__(self, protocol: Any) -> NoReturn:
         raise_shard_export_error(self._name, self._shape)
 
 
-def disable_pickling(name: str, param: Tensor) -> None:
+def disable_pickling(param_name: str, param: Tensor) -> None:
     """Make a sharded parameter raise ConfigError when it is pickled. Unlike a subclass, this has no overhead."""
-    param.__dict__["__reduce_ex__"] = _PickleGuard(name, tuple(param.shape))
+    param.__dict__["__reduce_ex__"] = _PickleGuard(param_name, tuple(param.shape))

@@ -21,10 +21,10 @@ Coords = Mapping[str, int]  # Axis name -> rank on that axis. Axes of size 1 may
 Axes = tuple[str, ...]
 
 
-def get_even_bounds(count: int, ranks: int) -> list[int]:
-    """Return the boundaries of ``ranks`` nearly equal slices of ``count`` elements: (10, 4) -> [0, 3, 6, 8, 10]."""
-    base, more = divmod(count, ranks)
-    return [r * base + min(r, more) for r in range(ranks + 1)]
+def get_even_bounds(num_elements: int, num_ranks: int) -> list[int]:
+    """Return the boundaries of ``num_ranks`` nearly equal slices: (10, 4) -> [0, 3, 6, 8, 10]."""
+    base, more = divmod(num_elements, num_ranks)
+    return [r * base + min(r, more) for r in range(num_ranks + 1)]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,13 @@ class Split:
         return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
 
     @classmethod
-    def stack(cls, splits: Sequence[Split], sizes: Sequence[int]) -> Split:
+    def stack(cls, splits: Sequence[Split], dim_sizes: Sequence[int]) -> Split:
         """Combine the splits of several dimensions into the split of their concatenation."""
-        offsets = [0, *accumulate(sizes)]
+        offsets = [0, *accumulate(dim_sizes)]
         parts = [
-            merge_slices([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
+            merge_adjacent_slices(
+                [(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]]
+            )
             for r in range(len(splits[0].parts))
         ]
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
@@ -82,14 +84,14 @@ class Split:
         """Return a copy of this split over another axis of the process grid."""
         return Split(self.parts, (axis,))
 
-    def get_rank(self, coords: Coords) -> int:
+    def get_shard_index(self, coords: Coords) -> int:
         """Return the index of the shard that the process at ``coords`` stores. The last axis varies fastest."""
-        return _compute_rank(self.axes, self.sizes, coords)
+        return _compute_shard_index(self.axes, self.sizes, coords)
 
-    def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
+    def slices(self, dim_size: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges that the rank at ``coords`` stores."""
-        assert length == self.full, (length, self.full)
-        return self.parts[self.get_rank(coords)]
+        assert dim_size == self.full, (dim_size, self.full)
+        return self.parts[self.get_shard_index(coords)]
 
     def get_local_length(self, rank: int) -> int:
         """Return the size of this dimension in the shard of a rank."""
@@ -144,12 +146,12 @@ class EvenSplit:
     def sizes(self) -> tuple[int, ...]:
         return (self.ranks,)
 
-    def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
+    def slices(self, dim_size: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges that the rank at ``coords`` stores."""
-        units = -(-length // self.unit)
-        bounds = [min(b * self.unit, length) for b in get_even_bounds(units, self.ranks)]
-        rank = _compute_rank(self.axes, self.sizes, coords)
-        return merge_slices([(bounds[rank], bounds[rank + 1])])
+        units = -(-dim_size // self.unit)
+        bounds = [min(b * self.unit, dim_size) for b in get_even_bounds(units, self.ranks)]
+        rank = _compute_shard_index(self.axes, self.sizes, coords)
+        return merge_adjacent_slices([(bounds[rank], bounds[rank + 1])])
 
 
 AnySplit = Split | EvenSplit
@@ -177,7 +179,7 @@ def count_ranks_per_range(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, i
     return runs
 
 
-def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+def merge_adjacent_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     """Remove empty index ranges, and merge ranges that are adjacent."""
     out: list[Slice] = []
     for a, b in slices:
@@ -190,11 +192,11 @@ def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     return tuple(out)
 
 
-def _compute_rank(axes: Axes, sizes: Sequence[int], coords: Coords) -> int:
-    if len(axes) == 1 and sizes[0] > 1:
+def _compute_shard_index(axes: Axes, axis_sizes: Sequence[int], coords: Coords) -> int:
+    if len(axes) == 1 and axis_sizes[0] > 1:
         return coords[axes[0]]
     rank = 0
-    for axis, size in zip(axes, sizes, strict=True):
+    for axis, size in zip(axes, axis_sizes, strict=True):
         rank = rank * size + (coords.get(axis, 0) if size == 1 else coords[axis])
     return rank
 
@@ -210,13 +212,13 @@ class Box:
     local: Offsets
     size: Offsets
 
-    def view_in_full(self, x: Tensor) -> Tensor:
+    def view_in_full(self, full_tensor: Tensor) -> Tensor:
         """Return this block as a view of the full tensor."""
-        return _narrow_dims(x, self.full, self.size)
+        return _narrow_dims(full_tensor, self.full, self.size)
 
-    def view_in_local(self, x: Tensor) -> Tensor:
+    def view_in_local(self, local_shard: Tensor) -> Tensor:
         """Return this block as a view of the local shard."""
-        return _narrow_dims(x, self.local, self.size)
+        return _narrow_dims(local_shard, self.local, self.size)
 
 
 @dataclass(frozen=True, init=False)
@@ -285,7 +287,7 @@ class ShardSpec:
         """Axes over which the tensor is sharded, and the sizes of these axes."""
         return {axis: size for splits in self.splits.values() for axis, size in _get_axis_sizes(splits).items()}
 
-    def list_rank_coords(self) -> list[Coords]:
+    def get_all_rank_coords(self) -> list[Coords]:
         """Return the grid coordinates of the ranks that store the shards. The last axis varies fastest."""
         return _list_all_coords(self.axes)
 
@@ -303,7 +305,7 @@ class ShardSpec:
         local: tuple[Slice, ...] = ((0, length),) if length else ()
         for at, split in enumerate(splits):
             inner = split.slices(sum([b - a for a, b in local]), coords)
-            local = _map_inner_slices_to_full(local, inner) if at else merge_slices(inner)
+            local = _map_inner_slices_to_full(local, inner) if at else merge_adjacent_slices(inner)
         return local
 
     def get_local_shape(self, coords: Coords) -> Offsets:
@@ -313,35 +315,35 @@ class ShardSpec:
             shape[dim] = sum([b - a for a, b in self.get_local_slices(dim, coords)])
         return tuple(shape)
 
-    def slice_full_tensor(self, full: Tensor, coords: Coords) -> Tensor:
-        """Return a copy of the shard of ``full`` that belongs to the rank at ``coords``.
+    def slice_full_tensor(self, full_tensor: Tensor, coords: Coords) -> Tensor:
+        """Return a copy of the shard of ``full_tensor`` that belongs to the rank at ``coords``.
 
         Raises:
-            ConfigError: if ``full`` does not have the full shape.
+            ConfigError: if ``full_tensor`` does not have the full shape.
         """
-        shape = tuple(full.shape)
+        shape = tuple(full_tensor.shape)
         if shape != self.shape:
             raise ConfigError(
                 f"slice_full_tensor() requires a full tensor of shape {self.shape}, but got shape {shape}.",
                 remedy="Pass the full tensor, not a shard.",
             )
-        local = full
+        local = full_tensor
         for dim in self.splits:
             chunks = [local.narrow(dim, a, b - a) for a, b in self.get_local_slices(dim, coords) or [(0, 0)]]
             local = torch.cat(chunks, dim) if len(chunks) != 1 else chunks[0]
         return local.detach().clone(memory_format=torch.contiguous_format)
 
-    def assemble_full_tensor(self, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the full tensor from all shards, in the order of ``list_rank_coords``. Later copies win."""
-        full = parts[0].new_zeros(self.shape)
-        for coords, part in zip(self.list_rank_coords(), parts, strict=True):
+    def assemble_full_tensor(self, shards: Sequence[Tensor]) -> Tensor:
+        """Assemble the full tensor from all shards, in the order of ``get_all_rank_coords``. Later copies win."""
+        full = shards[0].new_zeros(self.shape)
+        for coords, part in zip(self.get_all_rank_coords(), shards, strict=True):
             self.copy_shard_into_full(part, full, coords)
         return full
 
-    def copy_shard_into_full(self, local: Tensor, full: Tensor, coords: Coords) -> None:
+    def copy_shard_into_full(self, local_shard: Tensor, full_tensor: Tensor, coords: Coords) -> None:
         """Copy the shard of the rank at ``coords`` into the full tensor."""
         for box in self.boxes(coords):
-            box.view_in_full(full).copy_(box.view_in_local(local))
+            box.view_in_full(full_tensor).copy_(box.view_in_local(local_shard))
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
@@ -390,8 +392,10 @@ def _get_axis_sizes(splits: Sequence[AnySplit]) -> dict[str, int]:
     return {axis: size for split in splits for axis, size in zip(split.axes, split.sizes, strict=True)}
 
 
-def _list_all_coords(axes: Mapping[str, int]) -> list[Coords]:
-    return [dict(zip(axes, ranks, strict=True)) for ranks in product(*(range(size) for size in axes.values()))]
+def _list_all_coords(axis_sizes: Mapping[str, int]) -> list[Coords]:
+    return [
+        dict(zip(axis_sizes, ranks, strict=True)) for ranks in product(*(range(size) for size in axis_sizes.values()))
+    ]
 
 
 def _iter_slices_with_offsets(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
@@ -402,21 +406,21 @@ def _iter_slices_with_offsets(slices: Sequence[Slice]) -> Iterator[tuple[int, in
         at += b - a
 
 
-def _map_inner_slices_to_full(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
+def _map_inner_slices_to_full(local_slices: Sequence[Slice], inner_slices: Sequence[Slice]) -> tuple[Slice, ...]:
     """Convert index ranges of a local shard into index ranges of the full dimension."""
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
-        for c, d in inner
-        for a, at, n in _iter_slices_with_offsets(local)
+        for c, d in inner_slices
+        for a, at, n in _iter_slices_with_offsets(local_slices)
         if max(c, at) < min(d, at + n)
     ]
-    return merge_slices(out)
+    return merge_adjacent_slices(out)
 
 
-def _narrow_dims(x: Tensor, start: Offsets, size: Offsets) -> Tensor:
-    for dim, (a, n) in enumerate(zip(start, size, strict=True)):
-        x = x.narrow(dim, a, n)
-    return x
+def _narrow_dims(tensor: Tensor, starts: Offsets, sizes: Offsets) -> Tensor:
+    for dim, (a, n) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dim, a, n)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -425,7 +429,7 @@ class HeadLayout:
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
-    ranks:
+    num_ranks:
 
         rank      0      1      2   3
         query    0 1    2 3     4   5
@@ -437,7 +441,7 @@ class HeadLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ranks: int
+    num_ranks: int
     partitions: int = 1
 
     def __post_init__(self) -> None:
@@ -450,10 +454,10 @@ class HeadLayout:
                 f"{in_partitions}.",
                 remedy=f"Set num_key_value_heads in the model's config to {fits}.",
             )
-        if (most := self.num_heads // self.partitions) < self.ranks:
+        if (most := self.num_heads // self.partitions) < self.num_ranks:
             of_each_partition = " of each partition" if self.partitions > 1 else ""
             raise ConfigError(
-                f"A tensor size of {self.ranks} exceeds the {most} attention heads{of_each_partition}.",
+                f"A tensor size of {self.num_ranks} exceeds the {most} attention heads{of_each_partition}.",
                 remedy=f"Use a tensor size of at most {most}.",
             )
 
@@ -470,11 +474,11 @@ class HeadLayout:
     @cached_property
     def query_head_bounds(self) -> list[int]:
         """Boundaries between the query heads of successive ranks in one partition, as ranks + 1 head indices."""
-        if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
-            return [b * self.query_heads_per_kv_head for b in get_even_bounds(kv_heads, self.ranks)]
-        return get_even_bounds(self.num_heads // self.partitions, self.ranks)
+        if (kv_heads := self.num_kv_heads // self.partitions) >= self.num_ranks:
+            return [b * self.query_heads_per_kv_head for b in get_even_bounds(kv_heads, self.num_ranks)]
+        return get_even_bounds(self.num_heads // self.partitions, self.num_ranks)
 
-    def count_query_heads(self, rank: int) -> int:
+    def get_num_query_heads(self, rank: int) -> int:
         return self.partitions * len(self._get_query_head_range(rank))
 
     def _get_kv_head_per_query(self, rank: int) -> list[int]:
@@ -508,21 +512,21 @@ class HeadLayout:
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
-    def count_used_kv_heads(self, rank: int) -> int:
+    def get_num_used_kv_heads(self, rank: int) -> int:
         """Return the number of KV heads that the forward pass of a rank reads."""
         return len(self.get_used_kv_heads(rank))
 
-    def get_query_split(self, unit: int | None = None) -> Split:
-        """Return how to split a dimension by query heads, with ``unit`` features per head (default: the head dim)."""
-        return self._make_head_split(pairwise(self.query_head_bounds), unit)
+    def get_query_split(self, features_per_head: int | None = None) -> Split:
+        """Split a dimension by query heads, with ``features_per_head`` features per head (default: the head dim)."""
+        return self._make_head_split(pairwise(self.query_head_bounds), features_per_head)
 
-    def get_kv_split(self, unit: int | None = None) -> Split:
-        """Return how to split a dimension by KV heads, with ``unit`` features per head (default: the head dim)."""
-        stored = [self.get_stored_kv_heads(r) for r in range(self.ranks)]
-        return self._make_head_split([(h[0], h[-1] + 1) for h in stored], unit)
+    def get_kv_split(self, features_per_head: int | None = None) -> Split:
+        """Split a dimension by KV heads, with ``features_per_head`` features per head (default: the head dim)."""
+        stored = [self.get_stored_kv_heads(r) for r in range(self.num_ranks)]
+        return self._make_head_split([(h[0], h[-1] + 1) for h in stored], features_per_head)
 
-    def _make_head_split(self, head_ranges: Iterable[tuple[int, int]], unit: int | None) -> Split:
-        d = unit or self.head_dim
+    def _make_head_split(self, head_ranges: Iterable[tuple[int, int]], features_per_head: int | None) -> Split:
+        d = features_per_head or self.head_dim
         partition = Split(tuple(((a * d, b * d),) for a, b in head_ranges))
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
@@ -537,7 +541,7 @@ class HeadLayout:
         if not has_queries:
             return self.get_kv_split(per_group)
         d, parts = per_group // (self.query_heads_per_kv_head + 2), []
-        for rank in range(self.ranks):
+        for rank in range(self.num_ranks):
             own: list[tuple[int, int]] = []
             for h in self.get_stored_kv_heads(rank):
                 start, first = h * per_group, h * self.query_heads_per_kv_head
@@ -551,7 +555,9 @@ class HeadLayout:
             parts.append(tuple(own))
         return Split(tuple(parts))
 
-    def get_parameter_split(self, path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]) -> dict[int, Split]:
+    def get_parameter_split(
+        self, param_path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]
+    ) -> dict[int, Split]:
         """Return the splits of a parameter that the policy lists in ``local_attrs``, by dimension."""
         kind, dim = (attr_spec, None) if isinstance(attr_spec, str) else attr_spec
         if kind == "inside":
@@ -567,7 +573,8 @@ class HeadLayout:
         if len(dims) != 1 or full_tensor.shape[dims[0]] != split.full:
             shape = tuple(full_tensor.shape)
             raise PolicyError(
-                f"local_attrs={attr_spec!r} must match exactly one dimension of size {split.full}, but {path} has the "
+                f"local_attrs={attr_spec!r} must match exactly one dimension of size {split.full}, but {param_path} "
+                "has the "
                 f"shape {shape}.",
                 remedy=f"If several dimensions match, pass ({kind!r}, dim), or else correct {kind!r}.",
             )
@@ -575,19 +582,21 @@ class HeadLayout:
 
     def get_local_attr_values(self, rank: int) -> dict[str, int]:
         """Return the local number of heads, KV heads, groups and features of a rank, by name."""
-        heads, kv_heads = self.count_query_heads(rank), self.count_used_kv_heads(rank)
+        heads, kv_heads = self.get_num_query_heads(rank), self.get_num_used_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
-def get_features_per_head(path: str, features: int, num_heads: int, expected: int | None = None) -> int:
+def get_features_per_head(
+    linear_path: str, num_features: int, num_heads: int, expected_head_dim: int | None = None
+) -> int:
     """Return the number of features of each head in a projection.
 
-    Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
+    Raises PolicyError if the heads do not divide the features, or the number is not ``expected_head_dim``.
     """
-    if features % num_heads or features != num_heads * (expected or features // num_heads):
-        required = f"{num_heads * expected}" if expected else f"a multiple of {num_heads}"
+    if num_features % num_heads or num_features != num_heads * (expected_head_dim or num_features // num_heads):
+        required = f"{num_heads * expected_head_dim}" if expected_head_dim else f"a multiple of {num_heads}"
         raise PolicyError(
-            f"{path} has {features} features, but {num_heads} heads require {required}.",
+            f"{linear_path} has {num_features} features, but {num_heads} heads require {required}.",
             remedy="Correct num_heads, num_kv_heads or the path in the policy.",
         )
-    return features // num_heads
+    return num_features // num_heads

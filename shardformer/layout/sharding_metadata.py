@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.shard_export_guard import disable_pickling, mark_state_dict_shards
+from shardformer.layout.shard_export_guard import disable_pickling, guard_state_dict_shards
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.torch_compat import get_storage_id, has_data, is_compiled_wrapper, is_wrapper_tensor
@@ -40,14 +40,14 @@ class MemoryRange:
     view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def from_tensor(cls, x: Tensor) -> MemoryRange:
-        span = x.numel()
-        if span and not x.is_contiguous():
-            span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
-        begin = int(x.storage_offset()) * x.element_size()
-        view = (x.dtype, tuple(x.shape), tuple(x.stride()))
-        address = x.untyped_storage().data_ptr() if has_data(x) and not is_wrapper_tensor(x) else 0
-        return cls(address or get_storage_id(x), begin, begin + span * x.element_size(), view)
+    def from_tensor(cls, tensor: Tensor) -> MemoryRange:
+        span = tensor.numel()
+        if span and not tensor.is_contiguous():
+            span = 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        view = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        address = tensor.untyped_storage().data_ptr() if has_data(tensor) and not is_wrapper_tensor(tensor) else 0
+        return cls(address or get_storage_id(tensor), begin, begin + span * tensor.element_size(), view)
 
 
 OverlapGroup = dict[str, MemoryRange]
@@ -71,12 +71,12 @@ def group_overlapping_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> li
     return [group for group in groups if len(group) > 1]
 
 
-def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
+def find_parameter_view(model: nn.Module, named_params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Find a buffer or attribute that shares memory with a parameter. Return both names, or None."""
-    known = {id(x) for _, x in params}
+    known = {id(x) for _, x in named_params}
     views = [(name, x) for name, x in _iter_buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
-    for group in group_overlapping_tensors([*params, *views]):
+    for group in group_overlapping_tensors([*named_params, *views]):
         view = next((name for name in group if name in names), None)
         param = next((name for name in group if name not in names), None)
         if view is not None and param is not None:
@@ -114,10 +114,10 @@ class GradientReduction:
 
 def get_gradient_reduction(
     spec: ShardSpec,
-    activations: ActivationLayout,
+    activation_layout: ActivationLayout,
     region: ModelRegion,
     axis_sizes: Mapping[str, int],
-    stages: tuple[int, ...] = (),
+    shared_stages: tuple[int, ...] = (),
 ) -> GradientReduction:
     """Return how to sum and scale a parameter's gradient over the ranks.
 
@@ -128,14 +128,14 @@ def get_gradient_reduction(
     Args:
         axis_sizes: axis name -> axis size.
     """
-    partial = set(activations.get_gradient_sum_axes(region)) - spec.axes.keys()
-    summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}
+    partial = set(activation_layout.get_gradient_sum_axes(region)) - spec.axes.keys()
+    summed = {"data", *partial, *activation_layout.input_axes, *spec.shared_axes}
     over = [axis for axis, size in axis_sizes.items() if size > 1 and axis in summed]
-    divisor = float(axis_sizes.get("data", 1) * activations.count_input_shards(axis_sizes))
+    divisor = float(axis_sizes.get("data", 1) * activation_layout.get_num_input_shards(axis_sizes))
     pipe = ("pipe",) if axis_sizes.get("pipe", 1) > 1 else ()
     # the axes of a tensor grid replace the tensor axis, so that no rank is counted twice
-    norm_over = [a for axis in spec.axes for a in (activations.block if axis == "tensor" else (axis,))]
-    return GradientReduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
+    norm_over = [a for axis in spec.axes for a in (activation_layout.block if axis == "tensor" else (axis,))]
+    return GradientReduction(tuple(over), divisor, tuple(norm_over) + pipe, shared_stages)
 
 
 METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE = "_shardformer", "_shardformer_part"
@@ -188,16 +188,16 @@ class GradientReducerProtocol(Protocol):
 class GradientOwner(Protocol):
     """Protocol for an optimizer that stores the gradients itself instead of in ``param.grad``.
 
-    All ranks must call ``reduce_pending_gradients`` and ``compute_grad_norm``.
+    All ranks must call ``reduce_pending_grads`` and ``compute_grad_norm``.
 
-    ``reduce_pending_gradients`` reduces the gradients accumulated under ``no_sync``. ``compute_grad_norm`` returns a
+    ``reduce_pending_grads`` reduces the gradients accumulated under ``no_sync``. ``compute_grad_norm`` returns a
     global gradient norm, and ``scale_loss`` a context that yields the loss scale of the backward passes inside it.
     """
 
     param_groups: list[dict[str, Any]]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
-    def reduce_pending_gradients(self) -> None: ...
+    def reduce_pending_grads(self) -> None: ...
     def compute_grad_norm(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor: ...
     def scale_loss(self) -> AbstractContextManager[float]: ...
     def describe(self) -> str: ...
@@ -206,12 +206,12 @@ class GradientOwner(Protocol):
 class ParameterOwner(Protocol):
     """Protocol for an optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
-    ``gather_parameter`` makes a full parameter available until the next call, and ``free_gathered_parameters`` frees
+    ``gather_group_of_param`` makes a full parameter available until the next call, and ``free_gathered_params`` frees
     it.
     """
 
-    def gather_parameter(self, param: Tensor) -> None: ...
-    def free_gathered_parameters(self) -> None: ...
+    def gather_group_of_param(self, param: Tensor) -> None: ...
+    def free_gathered_params(self) -> None: ...
 
 
 class ConsistencyMonitorProtocol(Protocol):
@@ -229,12 +229,12 @@ class ConsistencyMonitorProtocol(Protocol):
     def count_stepped_batches(self, is_frozen: bool) -> int: ...
     def hash_optimizer_options(self) -> int: ...
     def hash_inputs(self, inputs: Collection[Any]) -> int: ...
-    def encode_values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
-    def check_gathered_values(
+    def encode_rank_state(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
+    def check_gathered_rank_states(
         self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
     ) -> None: ...
-    def compute_bits_to_reduce(self, axis: Axis) -> list[float]: ...
-    def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None: ...
+    def compute_state_hash_bits(self, axis: Axis) -> list[float]: ...
+    def check_reduced_hash_bits(self, sums: Tensor, axis: Axis) -> None: ...
 
 
 class RegionHook(Protocol):
@@ -266,7 +266,7 @@ class ShardingMetadata:
     parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters, or None if the model does
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
     layer_stacks: tuple[str, ...] = ()  # paths of the stacks of layers
-    compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.StackCompiler``
+    compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.LayerStackCompiler``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks, or None without one
     adapters: Any = None  # names of PEFT's adapters on all stages (``AdapterNameMap``), or None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegionFinder``)
@@ -278,7 +278,7 @@ class ShardingMetadata:
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
         _register_metadata(copied)
-        copied._disable_pickling_of_shards()
+        copied._disable_shard_pickling()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -293,13 +293,13 @@ class ShardingMetadata:
         """Mesh axis whose ranks receive the same batch."""
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
-    def record_replacement(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
+    def record_replacement(self, replaced_path: str, replaced: Any, replacement: Any, kind: str = "module") -> None:
         """Record that a module, attribute or method was replaced."""
         self.replacements.append(
-            ReplacementRecord(path, _get_replacement_name(before), _get_replacement_name(after), kind)
+            ReplacementRecord(replaced_path, _get_replaced_name(replaced), _get_replaced_name(replacement), kind)
         )
 
-    def get_entries_by_param(self) -> dict[int, ParamEntry]:
+    def get_entries_by_param_id(self) -> dict[int, ParamEntry]:
         """Return a dict from the ``id`` of each parameter to its ``ParamEntry``."""
         return {id(entry.param): entry for entry in self.entries}
 
@@ -312,27 +312,27 @@ class ShardingMetadata:
         """Coordinates of this process: its rank on each axis of the process grid."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
-    def get_axis(self, name: str) -> Axis:
-        return self.axes[name]
+    def get_axis(self, axis_name: str) -> Axis:
+        return self.axes[axis_name]
 
     def attach_to_model(self, model: nn.Module) -> None:
         """Attach this metadata to a model and its submodules, and mark the shards in their state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
-        is_stage, sharded_ids = self._is_pipeline_stage, self._disable_pickling_of_shards()
+        is_stage, sharded_ids = self._is_pipeline_stage, self._disable_shard_pickling()
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PARENT_METADATA_ATTRIBUTE] = self
             if is_stage:
-                mark_state_dict_shards(module, None)
+                guard_state_dict_shards(module, None)
             elif names := [name for name, param in module._parameters.items() if id(param) in sharded_ids]:
-                mark_state_dict_shards(module, names)
+                guard_state_dict_shards(module, names)
 
     @property
     def _is_pipeline_stage(self) -> bool:
         return self.stages is not None and self.context.pipe.size > 1
 
-    def _disable_pickling_of_shards(self) -> set[int]:
+    def _disable_shard_pickling(self) -> set[int]:
         sharded = [e for e in self.entries if self._is_pipeline_stage or tuple(e.param.shape) != e.spec.shape]
         for entry in sharded:
             disable_pickling(entry.name, entry.param)
@@ -355,7 +355,7 @@ _REGISTRY_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
-def group_by_metadata(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def group_params_by_metadata(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Group parameters by the sharded model to which they belong.
 
     Returns a dict from the metadata of each model to the entries of its parameters. Models are in the order in which
@@ -392,7 +392,7 @@ def _register_metadata(metadata: ShardingMetadata) -> None:
             _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, metadata)], this)
 
 
-def _get_replacement_name(replaced: Any) -> str:
+def _get_replaced_name(replaced: Any) -> str:
     if isinstance(replaced, nn.Module):
         return type(replaced).__name__
     return replaced if isinstance(replaced, str) else getattr(replaced, "__name__", repr(replaced))
@@ -480,7 +480,7 @@ def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 def get_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Return how each parameter is sharded, by name. Replicated parameters have no splits."""
-    entries_by_id = get_or_build_metadata(model).get_entries_by_param()
+    entries_by_id = get_or_build_metadata(model).get_entries_by_param_id()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)
         for name, p in model.named_parameters(remove_duplicate=False)

@@ -80,37 +80,37 @@ class FakeTransport:
 
     group = None
 
-    def __init__(self, world: FakeWorld, size: int) -> None:
-        self.world, self._size = world, size
+    def __init__(self, world: FakeWorld, group_size: int) -> None:
+        self.world, self._size = world, group_size
 
-    def prefers_direct_exchange(self, x: Tensor) -> bool:
+    def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
         return self.world.backend == "gloo"
 
-    def serializes_sends(self, device: torch.device) -> bool:
+    def has_serialized_sends(self, device: torch.device) -> bool:
         return self.world.backend == "nccl"
 
-    def _do_nothing(self, *args: Any, **kwargs: Any) -> Work:
+    def _no_op(self, *args: Any, **kwargs: Any) -> Work:
         return DeferredWork(None)
 
-    all_reduce = all_gather = reduce_scatter = send = receive = _do_nothing
+    all_reduce = all_gather = reduce_scatter = send = receive = _no_op
 
-    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+    def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
         return ()
 
-    def broadcast(self, x: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int) -> None:
         pass
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return value
+    def broadcast_object(self, local_object: Any, src: int) -> Any:
+        return local_object
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * self._size
+    def all_gather_objects(self, local_object: Any) -> list[Any]:
+        return [local_object] * self._size
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
+    def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
+        return [[1] * len(local_ints)] * self._size  # constant, so that the traces of all ranks are equal
 
-    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
-        return PeerCollectiveStatus([AnnouncedCollective(call, not waits)] * self._size)
+    def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
+        return PeerCollectiveStatus([AnnouncedCollective(call_name, not wait)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -122,11 +122,11 @@ class MemoryTracker(TorchDispatchMode):
         held: existing tensors that are counted as well, such as parameters and the batch.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing_tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self._track_storages(held)
+        self._track_storages(existing_tensors)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -135,16 +135,16 @@ class MemoryTracker(TorchDispatchMode):
         self._track_storages(tree_leaves(out))
         return out
 
-    def _track_storages(self, values: Iterable[Any]) -> None:
-        for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
+    def _track_storages(self, leaves: Iterable[Any]) -> None:
+        for storage in (x.untyped_storage() for x in leaves if isinstance(x, Tensor)):
             if (key := storage_id(storage)) not in self._known:
                 self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self._record_freed_storage, key, storage.nbytes())
 
-    def _record_freed_storage(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
+    def _record_freed_storage(self, storage_key: int, num_bytes: int) -> None:
+        self._known.discard(storage_key)
         self.live -= num_bytes
 
 
@@ -158,13 +158,16 @@ def enable_fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any
         padded: whether attention receives a 4D mask, as transformers creates for a batch with padding. Otherwise, each
             row counts as one full sequence without a mask.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _disable_mask_creation():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        nullcontext() if padded else _disable_attention_mask_creation(),
+    ):
 
-        def copied(value: Any) -> Any:
+        def to_fake(model_or_batch: Any) -> Any:
             with FakeCopyMode(mode):
-                return copy.deepcopy(value)
+                return copy.deepcopy(model_or_batch)
 
-        yield copied
+        yield to_fake
 
 
 class _ThreadTraceCount(threading.local):
@@ -172,7 +175,7 @@ class _ThreadTraceCount(threading.local):
 
 
 _THREAD = _ThreadTraceCount()
-"""``traces`` is the number of active ``_disable_mask_creation`` blocks of this thread."""
+"""``traces`` is the number of active ``_disable_attention_mask_creation`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
@@ -181,11 +184,11 @@ MASK_PATCH = Patch(
 
 
 @contextmanager
-def _disable_mask_creation() -> Iterator[None]:
+def _disable_attention_mask_creation() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    with temporary_patch(MASK_PATCH, _patch_mask_creation):
+    with temporary_patch(MASK_PATCH, _patch_attention_mask_creation):
         _THREAD.traces += 1
         try:
             yield
@@ -193,13 +196,13 @@ def _disable_mask_creation() -> Iterator[None]:
             _THREAD.traces -= 1
 
 
-def _patch_mask_creation() -> Undo:
+def _patch_attention_mask_creation() -> Undo:
     """Patch transformers so that it creates no attention masks in threads that trace a model with fake tensors."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
 
-    def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def make_attention_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         has_values = attention_mask is None or has_data(attention_mask)
         if _THREAD.traces and not has_values and make(*args, attention_mask=None, **kwargs) is None:
             return None  # no mask is needed except for padding
@@ -207,10 +210,10 @@ def _patch_mask_creation() -> Undo:
 
     names = [name for name, function in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if function is make]
 
-    def install(find_packed: Any, make_mask: Any) -> None:
-        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find_packed, make_mask
+    def install_mask_functions(find_packed_fn: Any, make_mask_fn: Any) -> None:
+        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find_packed_fn, make_mask_fn
         for name in names:
-            masking_utils.AttentionMaskInterface.register(name, make_mask)
+            masking_utils.AttentionMaskInterface.register(name, make_mask_fn)
 
-    install(lambda position_ids: None if _THREAD.traces else find(position_ids), mask)
-    return lambda: install(find, make)
+    install_mask_functions(lambda position_ids: None if _THREAD.traces else find(position_ids), make_attention_mask)
+    return lambda: install_mask_functions(find, make)

@@ -19,7 +19,7 @@ from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import AnnouncedCollective, PeerCollectiveStatus, RankGroups, Transport, Work
-from shardformer.random_state import RandomStates, get_random_states, set_random_states
+from shardformer.random_state import RandomStates, get_rng_states, set_rng_states
 
 EXCHANGE = 0
 """Tag of the messages of an exchange. Point-to-point messages have different tags."""
@@ -32,9 +32,9 @@ class PeerFailedError(Exception):
 class MessageKey(NamedTuple):
     """Identifier of a message between ranks: its operation, its number in a channel, and its sender."""
 
-    what: str
-    place: Hashable
-    author: int
+    operation: str
+    channel: Hashable
+    sender: int
 
 
 class LockProtocol(Protocol):
@@ -53,19 +53,19 @@ class Mailbox:
         turn: lock that only one running rank holds at a time. A rank releases it while it waits.
     """
 
-    def __init__(self, size: int, timeout_s: float, turn: LockProtocol | None = None) -> None:
-        self.timeout_s, self.turn = timeout_s, turn
-        self._size = size
+    def __init__(self, num_ranks: int, timeout_s: float, turn_lock: LockProtocol | None = None) -> None:
+        self.timeout_s, self.turn = timeout_s, turn_lock
+        self._size = num_ranks
         self._changed = threading.Condition()
         self._values: dict[MessageKey, tuple[Any, int]] = {}  # the value, and the number of ranks that have not read it
         self._waiting: dict[int, Sequence[MessageKey]] = {}
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
-    def put(self, key: MessageKey, value: Any, num_readers: int) -> None:
+    def put(self, key: MessageKey, message: Any, num_readers: int) -> None:
         """Store a value until ``num_readers`` ranks have read it."""
         with self._changed:
-            self._values[key] = value, num_readers
+            self._values[key] = message, num_readers
             self._changed.notify_all()
 
     def remove(self, key: MessageKey) -> None:
@@ -78,11 +78,11 @@ class Mailbox:
         with self._changed:
             return self._values.get(key, (None, 0))[0]
 
-    def mark_ended(self, rank: int, *, failed: bool) -> None:
+    def mark_ended(self, rank: int, *, has_failed: bool) -> None:
         """Record that the function of a rank has returned or raised, and wake the waiting ranks."""
         with self._changed:
             self._ended.add(rank)
-            if failed and self._failed_at is None:
+            if has_failed and self._failed_at is None:
                 self._failed_at = time.monotonic()
             self._changed.notify_all()
 
@@ -90,7 +90,7 @@ class Mailbox:
         """Return whether more than ``timeout_s`` seconds have passed since a rank failed."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
-    def wait_for_values(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
+    def wait_for_messages(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
         """Wait for the values of ``keys``, and return the keys whose values did not arrive before the timeout."""
         with self._release_turn(), self._changed:
             self._waiting[rank] = keys
@@ -116,7 +116,7 @@ class Mailbox:
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
         """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
-        if absent := self.wait_for_values(rank, keys, self.timeout_s):
+        if absent := self.wait_for_messages(rank, keys, self.timeout_s):
             raise self._make_waiting_error(rank, absent)
         with self._changed:
             values = []
@@ -152,9 +152,11 @@ class Mailbox:
 
 
 def _describe_wait(rank: int, missing_keys: Sequence[MessageKey]) -> str:
-    authors = " and ".join(str(key.author) for key in missing_keys)
+    authors = " and ".join(str(key.sender) for key in missing_keys)
     return (
-        f"rank {rank} waits for rank {authors} in {missing_keys[0].what}" if missing_keys else f"rank {rank} continues"
+        f"rank {rank} waits for rank {authors} in {missing_keys[0].operation}"
+        if missing_keys
+        else f"rank {rank} continues"
     )
 
 
@@ -180,104 +182,106 @@ class ThreadTransport:
 
     group = None
 
-    def __init__(self, world: ThreadWorld, line: tuple[int, ...], number: int) -> None:
+    def __init__(self, world: ThreadWorld, group_ranks: tuple[int, ...], channel_number: int) -> None:
         self.world = world
-        self._line, self._me = line, world.rank
-        self._channel = (line, number)
+        self._line, self._me = group_ranks, world.rank
+        self._channel = (group_ranks, channel_number)
         self._counts: Counter[Hashable] = Counter()
 
-    def prefers_direct_exchange(self, x: Tensor) -> bool:
+    def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
         return True
 
-    def serializes_sends(self, device: torch.device) -> bool:
+    def has_serialized_sends(self, device: torch.device) -> bool:
         return False
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
-        parts = self._gather_values("all_reduce", _clone_tensor(x))
-        return DeferredWork(lambda: x.copy_(_sum_tensors(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        parts = self._all_gather_values("all_reduce", _clone_tensor(tensor))
+        return DeferredWork(
+            lambda: tensor.copy_(_sum_tensors(parts()) if op == "sum" else torch.stack(parts()).amax(0))
+        )
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._gather_values("all_gather", _clone_tensor(x))
-        return DeferredWork(lambda: out.copy_(torch.cat(parts())))
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
+        parts = self._all_gather_values("all_gather", _clone_tensor(input_tensor))
+        return DeferredWork(lambda: output_tensor.copy_(torch.cat(parts())))
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._gather_values("reduce_scatter", _clone_tensor(x))
+    def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
+        parts = self._all_gather_values("reduce_scatter", _clone_tensor(input_tensor))
         rank, size = self._line.index(self._me), len(self._line)
-        return DeferredWork(lambda: out.copy_(_sum_tensors(parts()).chunk(size)[rank]))
+        return DeferredWork(lambda: output_tensor.copy_(_sum_tensors(parts()).chunk(size)[rank]))
 
-    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        for to, x in outgoing.items():
+    def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
+        for to, x in send_tensors.items():
             if x.numel():
                 self.send(x, to, EXCHANGE)
-        return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
+        return [self.receive(x, source, EXCHANGE) for source, x in recv_buffers.items() if x.numel()]
 
-    def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.mailbox.put(self._next_message_key(self._me, self._line[to], tag), _clone_tensor(x), 1)
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        self.world.mailbox.put(self._make_next_message_key(self._me, self._line[dst], tag), _clone_tensor(tensor), 1)
         return DeferredWork(None)
 
-    def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        key = self._next_message_key(self._line[source], self._me, tag)
+    def receive(self, recv_buffer: Tensor, src: int, tag: int) -> Work:
+        key = self._make_next_message_key(self._line[src], self._me, tag)
 
-        def finish() -> None:
+        def copy_received_tensor() -> None:
             (value,) = self.world.mailbox.get(self._me, [key])
-            assert value.dtype == x.dtype, f"received {value.dtype}, expected {x.dtype}"
-            x.copy_(value.view(x.shape))
+            assert value.dtype == recv_buffer.dtype, f"received {value.dtype}, expected {recv_buffer.dtype}"
+            recv_buffer.copy_(value.view(recv_buffer.shape))
 
-        return DeferredWork(finish)
+        return DeferredWork(copy_received_tensor)
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        is_source = self._line[source] == self._me
-        values = self._gather_values("broadcast", _clone_tensor(x) if is_source else None)()
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        is_source = self._line[src] == self._me
+        values = self._all_gather_values("broadcast", _clone_tensor(tensor) if is_source else None)()
         with torch.no_grad():
-            x.copy_(values[source])
+            tensor.copy_(values[src])
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return self._gather_values("broadcast_object", value)()[source]
+    def broadcast_object(self, local_object: Any, src: int) -> Any:
+        return self._all_gather_values("broadcast_object", local_object)()[src]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._gather_values("gather_objects", value)()
+    def all_gather_objects(self, local_object: Any) -> list[Any]:
+        return self._all_gather_values("all_gather_objects", local_object)()
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self._gather_values("gather_numbers", list(numbers))()
+    def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
+        return self._all_gather_values("all_gather_ints", list(local_ints))()
 
-    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
+    def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
         self._counts["calls"] += 1
         keys = self._make_message_keys("calls", ("calls", self._counts["calls"]))
         before = self._make_message_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
         index = self._line.index(self._me)
         mailbox = self.world.mailbox
         mailbox.remove(before[index])
-        mailbox.put(keys[index], AnnouncedCollective(call, not waits), len(keys))
-        if not waits:
+        mailbox.put(keys[index], AnnouncedCollective(call_name, not wait), len(keys))
+        if not wait:
             return PeerCollectiveStatus()
-        mailbox.wait_for_values(self._me, keys, mailbox.timeout_s)
+        mailbox.wait_for_messages(self._me, keys, mailbox.timeout_s)
         announced = [mailbox.peek(key) for key in keys]
         return PeerCollectiveStatus(
             announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
         )
 
-    def _gather_values(self, operation: str, value: Any) -> Callable[[], list[Any]]:
-        """Share ``value`` with all ranks, and return a function that waits for the values of all ranks."""
+    def _all_gather_values(self, operation: str, local_value: Any) -> Callable[[], list[Any]]:
+        """Share ``local_value`` with all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
         keys = self._make_message_keys(operation, self._counts["meeting"])
-        self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
+        self.world.mailbox.put(keys[self._line.index(self._me)], local_value, len(keys))
         return lambda: self.world.mailbox.get(self._me, keys)
 
     def _make_message_keys(self, operation: str, call_id: Hashable) -> list[MessageKey]:
         return [MessageKey(operation, (self._channel, call_id), rank) for rank in self._line]
 
-    def _next_message_key(self, sender: int, receiver: int, tag: int) -> MessageKey:
-        way = (sender, receiver, tag)
+    def _make_next_message_key(self, src: int, dst: int, tag: int) -> MessageKey:
+        way = (src, dst, tag)
         self._counts[way] += 1
         what = "an exchange" if tag == EXCHANGE else "a message"
-        return MessageKey(what, (self._channel, receiver, tag, self._counts[way]), sender)
+        return MessageKey(what, (self._channel, dst, tag, self._counts[way]), src)
 
 
 class DeferredWork:
     """Work handle whose ``wait`` calls ``finish`` to complete the transfer. If it is None, the transfer is complete."""
 
-    def __init__(self, finish: Callable[[], object] | None) -> None:
-        self._finish = finish
+    def __init__(self, finish_fn: Callable[[], object] | None) -> None:
+        self._finish = finish_fn
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
@@ -289,12 +293,12 @@ class DeferredWork:
         return self._finish is None
 
 
-def _clone_tensor(x: Tensor) -> Tensor:
-    return x.detach().clone()
+def _clone_tensor(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
-def _sum_tensors(parts: Sequence[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0])
+def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    return sum(tensors[1:], tensors[0])
 
 
 class TurnLock:
@@ -305,15 +309,15 @@ class TurnLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first = get_random_states()
+        self._first = get_rng_states()
         self._own: dict[int, RandomStates] = {}
 
     def acquire(self) -> None:
         self._lock.acquire()
-        set_random_states(self._own.get(threading.get_ident(), self._first))
+        set_rng_states(self._own.get(threading.get_ident(), self._first))
 
     def release(self) -> None:
-        self._own[threading.get_ident()] = get_random_states()
+        self._own[threading.get_ident()] = get_rng_states()
         self._lock.release()
 
     def __enter__(self) -> None:
@@ -360,7 +364,7 @@ def run_as_threads(
     results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
 
-    def run(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             with turn or nullcontext():
                 results[rank] = fn(
@@ -368,9 +372,9 @@ def run_as_threads(
                 )
         except BaseException as error:
             errors[rank] = error
-        mailbox.mark_ended(rank, failed=rank in errors)
+        mailbox.mark_ended(rank, has_failed=rank in errors)
 
-    threads = [threading.Thread(target=run, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
+    threads = [threading.Thread(target=run_rank, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -381,7 +385,7 @@ def run_as_threads(
     return [results[rank] for rank in grid.ranks]
 
 
-def _is_caused_by_peer(error: BaseException | None) -> bool:
-    if error is None:
+def _is_caused_by_peer(exception: BaseException | None) -> bool:
+    if exception is None:
         return False
-    return isinstance(error, PeerFailedError) or _is_caused_by_peer(error.__cause__ or error.__context__)
+    return isinstance(exception, PeerFailedError) or _is_caused_by_peer(exception.__cause__ or exception.__context__)

@@ -66,15 +66,15 @@ class WorkerPool:
         num_workers: int,
         *,
         timeout_s: float = 60.0,
-        threads: int = 1,
-        imports: Sequence[str] = ("torch",),
+        num_threads: int = 1,
+        module_names: Sequence[str] = ("torch",),
         grace_s: float = 5.0,
     ) -> None:
         check_int("num_workers", num_workers)
-        check_int("threads", threads)
+        check_int("threads", num_threads)
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
-        self._threads, self._imports = threads, tuple(imports)
-        self._workers: list[Worker] = []
+        self._threads, self._imports = num_threads, tuple(module_names)
+        self._workers: list[WorkerHandle] = []
         self._group_address: ProcessGroupAddress | None = None
         self._closed = False
 
@@ -118,10 +118,10 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_worker(self, rank: int) -> Worker:
-        return Worker(rank, _get_fork_server_context(self._imports), self._threads)
+    def _start_worker(self, rank: int) -> WorkerHandle:
+        return WorkerHandle(rank, _get_fork_server_context(self._imports), self._threads)
 
-    def _run_calls(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
+    def _run_calls(self, fn: Callable[..., R], remote_calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
             raise LaunchError("run() was called on a closed WorkerPool.", remedy="Create a new WorkerPool.")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
@@ -132,13 +132,13 @@ class WorkerPool:
                 for rank in range(self.num_workers):
                     self._workers.append(self._start_worker(rank))
                 self._create_process_group()
-            replies = self._call_workers(name, calls, self.timeout_s)
-            if any(reply.regroup for reply in replies):
+            replies = self._call_workers(name, remote_calls, self.timeout_s)
+            if any(reply.needs_new_process_group for reply in replies):
                 self._create_process_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill_workers()
             raise
-        _raise_common_error(name, replies)
+        _raise_shared_error(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_process_group(self) -> None:
@@ -148,12 +148,14 @@ class WorkerPool:
             worker_process.join_process_group, (self._group_address.store, self._imports), {}
         )
         try:
-            _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
+            _raise_shared_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
             if before:
                 before.close()
 
-    def _call_workers(self, name: str, calls: Sequence[RemoteCall | None], timeout_s: float) -> list[RemoteReply]:
+    def _call_workers(
+        self, fn_name: str, remote_calls: Sequence[RemoteCall | None], timeout_s: float
+    ) -> list[RemoteReply]:
         """Send each worker its function call and return the replies. Raises WorkerError if some ranks fail."""
         assert self._group_address is not None
         env = {
@@ -162,7 +164,7 @@ class WorkerPool:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._group_address.port),
         }
-        for worker, call in zip(self._workers, calls):
+        for worker, call in zip(self._workers, remote_calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
             worker.send_request(RemoteRequest(call, tuple(sys.path), {**env, **own}))
         replies, dead = self._receive_replies(timeout_s)
@@ -180,7 +182,7 @@ class WorkerPool:
         outcomes += [
             _RankFailure(_FailureKind.SILENT, worker.rank, what, worker.read_stack_trace(STACK_S)) for worker in silent
         ]
-        raise _make_worker_error(name, outcomes)
+        raise _make_worker_error(fn_name, outcomes)
 
     def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         replies: dict[int, RemoteReply] = {}
@@ -213,7 +215,7 @@ class WorkerPool:
         self._workers, self._group_address = [], None
 
 
-class Worker:
+class WorkerHandle:
     """Parent's handle of a worker process, with pipes for function calls and stack traces.
 
     Args:
@@ -221,13 +223,15 @@ class Worker:
         inherited: function that the process inherits, if the context forks this process.
     """
 
-    def __init__(self, rank: int, context: Any, threads: int, inherited: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, rank: int, mp_context: Any, num_threads: int, inherited_fn: Callable[[], Any] | None = None
+    ) -> None:
         self.rank = rank
-        self.calls, calls = context.Pipe()
-        self._stack, stack = context.Pipe(duplex=False)
-        args = (threads, dict(os.environ), calls, stack, inherited)
-        is_daemon = inherited is None  # a daemon cannot start processes, such as those of a DataLoader
-        self.process: BaseProcess = context.Process(
+        self.calls, calls = mp_context.Pipe()
+        self._stack, stack = mp_context.Pipe(duplex=False)
+        args = (num_threads, dict(os.environ), calls, stack, inherited_fn)
+        is_daemon = inherited_fn is None  # a daemon cannot start processes, such as those of a DataLoader
+        self.process: BaseProcess = mp_context.Process(
             target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=is_daemon
         )
         self.process.start()
@@ -285,7 +289,7 @@ class Worker:
         self._stack.close()
 
 
-def _get_fork_server_context(imports: Sequence[str]) -> Any:
+def _get_fork_server_context(module_names: Sequence[str]) -> Any:
     """Return a multiprocessing context that starts workers quickly, because its fork server has imported torch.
 
     The server also imports the transformers models that the parent has imported, if they are few.
@@ -295,14 +299,14 @@ def _get_fork_server_context(imports: Sequence[str]) -> Any:
     models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     context = get_context("forkserver")
     preloaded = models if len(models) <= MOST_PRELOADED else []
-    context.set_forkserver_preload(["torch", worker_process.__name__, *imports, *preloaded])
+    context.set_forkserver_preload(["torch", worker_process.__name__, *module_names, *preloaded])
     return context
 
 
-def start_fork_server(imports: Sequence[str]) -> None:
+def start_fork_server(module_names: Sequence[str]) -> None:
     """Start the fork server for worker processes in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
-        _get_fork_server_context(imports)
+        _get_fork_server_context(module_names)
         forkserver.ensure_running()
 
 
@@ -337,11 +341,11 @@ class _RankFailure:
 
     kind: _FailureKind
     rank: int
-    what: str
+    description: str
     details: str
 
 
-def _raise_common_error(fn_name: str, replies: Sequence[RemoteReply]) -> None:
+def _raise_shared_error(fn_name: str, replies: Sequence[RemoteReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _make_worker_error(
@@ -350,7 +354,7 @@ def _raise_common_error(fn_name: str, replies: Sequence[RemoteReply]) -> None:
 
 
 def _make_rank_failure(rank: int, failure: RemoteFailure) -> _RankFailure:
-    return _RankFailure(_FailureKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
+    return _RankFailure(_FailureKind.RAISED, rank, f"raised {failure.summary}", failure.traceback)
 
 
 _RULES = {
@@ -370,20 +374,20 @@ _RULES = {
 }
 
 
-def _make_worker_error(name: str, failures: Sequence[_RankFailure]) -> WorkerError:
+def _make_worker_error(fn_name: str, failures: Sequence[_RankFailure]) -> WorkerError:
     """Create a WorkerError that reports all failed ranks, starting with those that caused the failure."""
     reports: dict[tuple[_FailureKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(outcome.kind for outcome in failures)
     for outcome in sorted(failures, key=lambda outcome: (outcome.kind, outcome.rank)):
-        reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
+        reports.setdefault((outcome.kind, outcome.description, outcome.details), []).append(outcome.rank)
         if outcome.kind == first:
-            headline.setdefault(outcome.what, []).append(outcome.rank)
+            headline.setdefault(outcome.description, []).append(outcome.rank)
     what = "; ".join(f"{_format_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
         remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
-    return WorkerError(f"The call of {name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
+    return WorkerError(f"The call of {fn_name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
@@ -439,16 +443,16 @@ def notebook_launcher(
 class _ForkedPool(WorkerPool):
     """Worker pool whose processes are forked from this process. It does not create a process group."""
 
-    def __init__(self, num_workers: int, function: Callable[[], Any], timeout_s: float) -> None:
+    def __init__(self, num_workers: int, fn: Callable[[], Any], timeout_s: float) -> None:
         super().__init__(num_workers, timeout_s=timeout_s)
-        self._function = function
+        self._function = fn
 
     def call_function(self) -> list[Any]:
         return self._run_calls(self._function.func, [None] * self.num_workers)  # type: ignore[attr-defined]
 
-    def _start_worker(self, rank: int) -> Worker:
+    def _start_worker(self, rank: int) -> WorkerHandle:
         # libgomp hangs in a forked process that uses several threads, so the pool's number of threads stays 1
-        return Worker(rank, get_context("fork"), self._threads, self._function)
+        return WorkerHandle(rank, get_context("fork"), self._threads, self._function)
 
     def _create_process_group(self) -> None:
         if self._group_address is None:  # only reserves a port: the function initializes the group itself

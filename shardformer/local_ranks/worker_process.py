@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import get_pg_count
 
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.init_distributed import destroy_process_group
-from shardformer.random_state import seed_random
+from shardformer.random_state import seed_all_generators
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RemoteRequest:
     """
 
     call: RemoteCall | None
-    path: tuple[str, ...]
+    import_path: tuple[str, ...]
     env: Mapping[str, str]
 
 
@@ -72,7 +72,7 @@ class RemoteRequest:
 class RemoteFailure:
     """Error that a function raised in a worker process, with its message and traceback as text."""
 
-    what: str
+    summary: str
     traceback: str
     error: ShardFormerError | None
 
@@ -83,7 +83,7 @@ class RemoteReply:
 
     result: bytes
     failure: RemoteFailure | None
-    regroup: bool  # whether process groups must be recreated
+    needs_new_process_group: bool  # whether process groups must be recreated
 
 
 class _SourceRecordingPickler(pickle.Pickler):
@@ -140,7 +140,7 @@ def serve_calls(
         except EOFError:
             destroy_process_group()
             return
-        _reset_process_state({**home, **request.env}, request.path, num_threads)
+        _reset_process_state({**home, **request.env}, request.import_path, num_threads)
         reply = _execute_call(request.call, inherited_fn)
         if inherited_fn is not None:
             sys.stdout.flush()  # a notebook shows the output when it is flushed
@@ -176,16 +176,16 @@ def _reset_process_state(env: Mapping[str, str], import_path: Sequence[str], num
     torch.set_num_threads(num_threads)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    seed_random(0)
+    seed_all_generators(0)
 
 
-def _execute_call(call: RemoteCall | None, inherited_fn: Callable[[], Any] | None) -> RemoteReply:
+def _execute_call(remote_call: RemoteCall | None, inherited_fn: Callable[[], Any] | None) -> RemoteReply:
     world = dist.group.WORLD
     try:
-        for name, file in call.sources.items() if call else ():
+        for name, file in remote_call.sources.items() if remote_call else ():
             if name not in sys.modules:
                 _import_module(name, file)
-        fn, args, kwargs = pickle.loads(call.payload) if call else (inherited_fn, (), {})
+        fn, args, kwargs = pickle.loads(remote_call.payload) if remote_call else (inherited_fn, (), {})
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
         _SourceRecordingPickler(buffer).dump(result)
@@ -202,32 +202,32 @@ def _execute_call(call: RemoteCall | None, inherited_fn: Callable[[], Any] | Non
         )
 
 
-def _import_module(name: str, file: str) -> None:
-    """Import the module ``name``. If this process finds another file than the parent, import ``file``.
+def _import_module(module_name: str, source_file: str) -> None:
+    """Import the module ``module_name``. If this process finds another file than the parent, import ``source_file``.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
         spec = None
-    if spec is None or spec.origin is None or os.path.realpath(spec.origin) != os.path.realpath(file):
-        spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.origin is None or os.path.realpath(spec.origin) != os.path.realpath(source_file):
+        spec = importlib.util.spec_from_file_location(module_name, source_file)
         if spec is None or spec.loader is None:
             return  # not a Python file: unpickling raises an error
-        _create_namespace_packages(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
+        _create_namespace_packages(module_name, source_file)
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(sys.modules[name])
+            spec.loader.exec_module(sys.modules[module_name])
         except BaseException:
-            del sys.modules[name]
+            del sys.modules[module_name]
             raise
 
 
-def _create_namespace_packages(name: str, file: str) -> None:
+def _create_namespace_packages(module_name: str, source_file: str) -> None:
     """Create parent packages for a module that was imported from a file, so that pickle can find it."""
-    packages = name.split(".")[:-1]
-    folder = os.path.dirname(file)
+    packages = module_name.split(".")[:-1]
+    folder = os.path.dirname(source_file)
     for depth in range(len(packages), 0, -1):
         package = ModuleType(".".join(packages[:depth]))
         package.__path__ = [folder]
@@ -235,8 +235,8 @@ def _create_namespace_packages(name: str, file: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def _is_picklable(error: ShardFormerError) -> bool:
+def _is_picklable(exception: ShardFormerError) -> bool:
     try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
+        return type(pickle.loads(pickle.dumps(exception))) is type(exception)
     except Exception:
         return False

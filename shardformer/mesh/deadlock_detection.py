@@ -57,20 +57,20 @@ class RankWaitReport:
     what: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
 
-    def to_text(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> RankWaitReport:
-        return cls(**json.loads(text))
+    def from_json(cls, json_text: str) -> RankWaitReport:
+        return cls(**json.loads(json_text))
 
 
-def find_deadlock(reports: Mapping[int, RankWaitReport], after_s: float) -> dict[int, int]:
-    """Return the ranks that are deadlocked for ``after_s`` seconds, each with a rank for which it waits.
+def find_deadlocked_ranks(reports_by_rank: Mapping[int, RankWaitReport], timeout_s: float) -> dict[int, int]:
+    """Return the ranks that are deadlocked for ``timeout_s`` seconds, each with a rank for which it waits.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
-    waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
+    waiting = {rank: each for rank, each in reports_by_rank.items() if each.seconds >= timeout_s and each.group}
     found = {
         rank: [other for other in each.ranks if other in waiting and _is_blocked_by(each, waiting[other])]
         for rank, each in waiting.items()
@@ -78,33 +78,36 @@ def find_deadlock(reports: Mapping[int, RankWaitReport], after_s: float) -> dict
     while lost := [rank for rank, others in found.items() if not any(other in found for other in others)]:
         for rank in lost:
             del found[rank]
-    if len({reports[rank].place for rank in found}) < 2:
+    if len({reports_by_rank[rank].place for rank in found}) < 2:
         return {}
     return {rank: next(other for other in others if other in found) for rank, others in found.items()}
 
 
-def get_message_count_key(group: str, rank: int) -> str:
+def get_message_count_key(group_name: str, dst_rank: int) -> str:
     """Return the key under which a report counts the messages sent to a rank over a process group."""
-    return f"{group}>{rank}"
+    return f"{group_name}>{dst_rank}"
 
 
-def get_uncounted_messages_key(group: str) -> str:
+def get_uncounted_messages_key(group_name: str) -> str:
     """Return the key in a report that marks a process group whose messages were not counted."""
-    return f"{group}>?"
+    return f"{group_name}>?"
 
 
-def _is_blocked_by(waiting: RankWaitReport, other: RankWaitReport) -> bool:
-    if (other.group, other.number) == (waiting.group, waiting.number):
-        return other.what != waiting.what
-    name, is_sent, _ = waiting.group.partition(">")
-    if name not in other.begun or (is_sent and get_uncounted_messages_key(name) in other.begun):
+def _is_blocked_by(report: RankWaitReport, peer_report: RankWaitReport) -> bool:
+    if (peer_report.group, peer_report.number) == (report.group, report.number):
+        return peer_report.what != report.what
+    name, is_sent, _ = report.group.partition(">")
+    if name not in peer_report.begun or (is_sent and get_uncounted_messages_key(name) in peer_report.begun):
         return False
-    return other.begun.get(waiting.group, 0 if is_sent else waiting.number) < waiting.number
+    return peer_report.begun.get(report.group, 0 if is_sent else report.number) < report.number
 
 
-def format_deadlock(waits_for: Mapping[int, int], reports: Mapping[int, RankWaitReport]) -> str:
+def format_deadlock_error(awaited_ranks: Mapping[int, int], reports_by_rank: Mapping[int, RankWaitReport]) -> str:
     """Format the error message for a deadlock."""
-    shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(waits_for.items())[:8]]
+    shown = [
+        f"rank {r} waits in {reports_by_rank[r].place} for rank {other}"
+        for r, other in sorted(awaited_ranks.items())[:8]
+    ]
     return (
         f"Deadlock: the ranks wait for each other: {'; '.join(shown)}. All ranks must make the same collective calls "
         "in the same order. Make these calls on every rank, not under `if rank == 0:`, and leave a loop early on all "
@@ -183,18 +186,18 @@ class DeadlockMonitor:
             return int(self._store.add(QUESTION, 1))
         return 0
 
-    def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
+    def find_blocked_ranks(self, ranks: Collection[int], min_request_number: int) -> dict[int, str]:
         """Return a description of the status of each rank that has ended or waits for other ranks.
 
         Args:
-            since: ignore reports for requests before this number.
+            min_request_number: ignore reports for requests before this number.
         """
         with suppress(RuntimeError):
             found = {}
             for rank, (question, report) in self._read_stored_reports(ranks).items():
                 if report is None:
                     found[rank] = "has reached the end of its script"
-                elif question >= since and report.seconds >= SURE_AFTER_S:
+                elif question >= min_request_number and report.seconds >= SURE_AFTER_S:
                     found[rank] = f"waits for other ranks in {report.place}"
             return found
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
@@ -205,7 +208,7 @@ class DeadlockMonitor:
         for rank in ranks:
             if self._store.check([_get_report_store_key(rank)]):
                 question, _, answer = self._store.get(_get_report_store_key(rank)).decode().partition(" ")
-                found[rank] = (0, None) if question == ENDED else (int(question), RankWaitReport.from_text(answer))
+                found[rank] = (0, None) if question == ENDED else (int(question), RankWaitReport.from_json(answer))
         return found
 
     def _run_monitor_loop(self) -> None:
@@ -235,14 +238,14 @@ class DeadlockMonitor:
         report = (
             RankWaitReport()
             if call is None
-            else _build_deadlock_report(call, joined, now - self._call_since, self._count_started_calls())
+            else _build_wait_report(call, joined, now - self._call_since, self._get_communication_counts())
         )
-        self._store.set(_get_report_store_key(self._rank), f"{request} {report.to_text()}")
+        self._store.set(_get_report_store_key(self._rank), f"{request} {report.to_json()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
         frame, _ = _find_blocking_call()
         # the id, because a kept frame would keep its tensors alive
-        seen = None if frame is None else (id(frame), self._count_started_calls())
+        seen = None if frame is None else (id(frame), self._get_communication_counts())
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -254,32 +257,32 @@ class DeadlockMonitor:
             return
         stored = self._read_stored_reports(range(dist.get_world_size())) if self._asked else {}
         reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
-        found = find_deadlock(reports, BLOCKED_AFTER_S)
+        found = find_deadlocked_ranks(reports, BLOCKED_AFTER_S)
         if self._rank in found:
-            self._exit_if_own_rank_in(list(found), format_deadlock(found, reports))
+            self._exit_if_own_rank_in(list(found), format_deadlock_error(found, reports))
         if now > self._ask_at:
             self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
-    def _count_started_calls(self) -> dict[str, int]:
+    def _get_communication_counts(self) -> dict[str, int]:
         found = count_collectives_by_group()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
                 found |= transport.get_message_counts()
         return found
 
-    def _exit_if_own_rank_in(self, ranks: Collection[int], message: str = "") -> None:
-        """Exit this process if its rank is one of ``ranks``. The first of these processes prints the message.
+    def _exit_if_own_rank_in(self, deadlocked_ranks: Collection[int], message: str = "") -> None:
+        """Exit this process if its rank is in ``deadlocked_ranks``. The first of these processes prints the message.
 
         All of them exit together: if one exits earlier, gloo may leave the others waiting.
         """
-        if self._rank not in ranks:
+        if self._rank not in deadlocked_ranks:
             return
         with suppress(RuntimeError):  # the process with the store has exited
             if self._store.add(ENDING, 1) == 1:
                 print(f"shardformer: {message}.", file=sys.stderr)
-                self._store.set(DEADLOCK, json.dumps(list(ranks)))
+                self._store.set(DEADLOCK, json.dumps(list(deadlocked_ranks)))
             until = time.monotonic() + END_TOGETHER_S
-            while self._store.add(ENDING, 0) < len(ranks) and time.monotonic() < until:
+            while self._store.add(ENDING, 0) < len(deadlocked_ranks) and time.monotonic() < until:
                 time.sleep(LOOK_EVERY_S)
             time.sleep(2 * LOOK_EVERY_S * (self._rank == 0))  # rank 0 has the store
         for stream in (sys.stdout, sys.stderr):
@@ -317,16 +320,16 @@ def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tu
     return None
 
 
-def _build_deadlock_report(
-    call_frame: FrameType,
+def _build_wait_report(
+    blocking_frame: FrameType,
     awaited_transfer: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds_waited: float,
-    begun_counts: dict[str, int],
+    started_counts: dict[str, int],
 ) -> RankWaitReport:
-    place = _format_user_code_line(call_frame)
+    place = _format_user_code_line(blocking_frame)
     name = "" if awaited_transfer is None else get_group_name(awaited_transfer[0])
-    if awaited_transfer is None or name not in begun_counts:
-        return RankWaitReport(seconds_waited, place, begun=begun_counts)
+    if awaited_transfer is None or name not in started_counts:
+        return RankWaitReport(seconds_waited, place, begun=started_counts)
     group, number, what = awaited_transfer
     if isinstance(what, int):
         assert number is not None
@@ -337,11 +340,11 @@ def _build_deadlock_report(
             [number],
             what + 1,
             "receive",
-            begun_counts,
+            started_counts,
         )
     ranks = dist.get_process_group_ranks(group)
     return RankWaitReport(
-        seconds_waited, place, name, ranks, begun_counts[name] if number is None else number, what, begun_counts
+        seconds_waited, place, name, ranks, started_counts[name] if number is None else number, what, started_counts
     )
 
 

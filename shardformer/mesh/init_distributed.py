@@ -66,7 +66,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
     Raises LaunchError if neither of them has set its variables.
     """
-    _set_environment_from_slurm()
+    _set_env_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
@@ -91,16 +91,16 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
 
 @contextmanager
-def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+def _report_missing_ranks(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
     """Raise LostPeerError with the missing ranks if not all processes connect inside the ``with`` block."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    advice = STARTED if _launchers_share_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
-    rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
+    advice = STARTED if _uses_agent_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
+    rendezvous = Rendezvous(host, port, rank, world_size, "rank", _get_restart_count(), advice)
     try:
         with rendezvous.report_missing_processes():
             yield
     except DistError as error:
-        missing = rendezvous.describe_missing_processes() or f"all {size} ranks"
+        missing = rendezvous.describe_missing_processes() or f"all {world_size} ranks"
         reason = get_first_message_line(error)
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing} at {host}:{port} within timeout_s={timeout_s:g} seconds "
@@ -109,7 +109,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
         ) from error
 
 
-def _launchers_share_store() -> bool:
+def _uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -159,7 +159,7 @@ def _create_store_after_restart(timeout: timedelta) -> Any:
     try to reach. None at the first attempt, or if the launcher provides no store.
     """
     attempt = _get_restart_count()
-    if attempt == "0" or not _launchers_share_store():
+    if attempt == "0" or not _uses_agent_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
@@ -175,7 +175,7 @@ def destroy_process_group() -> None:
     """
     if not dist.is_initialized():
         return
-    _write_exit_error_to_store()
+    _publish_exception_to_store()
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
     time.sleep(POLL_S)  # releases the interpreter lock to a waiting thread
@@ -183,7 +183,7 @@ def destroy_process_group() -> None:
         time.sleep(POLL_S)
 
 
-def _write_exit_error_to_store() -> None:
+def _publish_exception_to_store() -> None:
     """Write the error that ended this process to the launcher's store, where waiting ranks can read it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
@@ -223,7 +223,7 @@ def get_num_slurm_tasks() -> int:
     return int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
 
 
-def _set_environment_from_slurm() -> None:
+def _set_env_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or not get_num_slurm_tasks():
         return
@@ -284,15 +284,15 @@ def launch_from_torch(
     _init_default_process_group(backend, timeout_s)
     sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
 
-    def read_sizes() -> dict[str, Any]:
+    def resolve_axis_sizes() -> dict[str, Any]:
         settings = _read_config(config)
-        for name, size in _read_parallel_sizes(settings).items():
+        for name, size in _parse_axis_sizes(settings).items():
             if sizes.get(name) is None:
                 sizes[name] = size
         _set_torch_seed(settings.get("seed") if seed is None else seed)
         return {name: count_ranks_on_axis(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
-    context = ParallelContext.from_world(read_sizes)
+    context = ParallelContext.from_world(resolve_axis_sizes)
     context = reshape_tensor_axis(reshape_sequence_axis(context, sizes["sequence"]), sizes["tensor"])
     _warn_if_tensor_axis_crosses_hosts(context)
     return context
@@ -375,16 +375,16 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
 
-def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_axis_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
-    for name, value in settings.items():  # a config file may have names of the user, but not misspelled ones
+    for name, value in config.items():  # a config file may have names of the user, but not misspelled ones
         is_misspelled = name != "parallel" and get_close_matches(name.lower(), ["parallel"], cutoff=0.85)
         if is_misspelled or (name in (*AXES, "pipeline") and isinstance(value, int)):
             raise ConfigError(
                 f"The config sets {name} = {value!r:.60}, which is not a valid option.",
                 remedy="Put the axis sizes into a dict named parallel, such as parallel = dict(tensor=2).",
             )
-    parallel = settings.get("parallel") or {}
+    parallel = config.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
             f"The config sets parallel = {parallel!r:.80}, which is not a dict.",

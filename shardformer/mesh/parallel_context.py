@@ -38,7 +38,7 @@ from shardformer.mesh.transport import (
     World,
 )
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.torch_compat import counts_all_collectives, get_collective_count, get_default_store, get_group_name
+from shardformer.torch_compat import get_collective_count, get_default_store, get_group_name, has_exact_collective_count
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -93,7 +93,7 @@ class ProcessGroupTransport:
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
-        self._is_counted = counts_all_collectives(group)
+        self._is_counted = has_exact_collective_count(group)
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # lets the other processes ask what this process waits for
@@ -116,69 +116,76 @@ class ProcessGroupTransport:
         """``ProcessWorld`` that contains the processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
-    def _needs_host_staging(self, x: Tensor) -> bool:
+    def _needs_host_staging(self, tensor: Tensor) -> bool:
         """Return whether a GPU tensor must be copied to host memory before gloo can send it.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
         two ranks to train on one GPU, which NCCL refuses.
         """
-        return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
+        return tensor.device.type != "cpu" and self._backends.get(tensor.device.type) == "gloo"
 
-    def prefers_direct_exchange(self, x: Tensor) -> bool:
-        """Return whether exchanging tensors like ``x`` directly is faster than a gather or scatter.
+    def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
+        """Return whether exchanging tensors like ``tensor`` directly is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
-        return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
+        return tensor.device.type == "cpu" or self._backends.get(tensor.device.type) == "gloo"
 
-    def serializes_sends(self, device: torch.device) -> bool:
+    def has_serialized_sends(self, device: torch.device) -> bool:
         """Return whether two ranks can send each other only one message at a time, as with NCCL."""
         return self._backends.get(device.type) == "nccl"
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
-        if self._needs_host_staging(x):
-            host = _copy_to_host(x)
-            return HostStagedWork([self.all_reduce(host, op)], [(x, host)])
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        if self._needs_host_staging(tensor):
+            host = _copy_to_host(tensor)
+            return HostStagedWork([self.all_reduce(host, op)], [(tensor, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return self._monitor_work(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
+        return self._monitor_work(
+            dist.all_reduce(tensor, op=reduce_op, group=self.group, async_op=True), "an all-reduce"
+        )
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._start_collective(out, x, gather, "an all-gather")
+        return self._start_collective(output_tensor, input_tensor, gather, "an all-gather")
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+    def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._start_collective(out, x, scatter, "a reduce-scatter")
+        return self._start_collective(output_tensor, input_tensor, scatter, "a reduce-scatter")
 
-    def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], description: str) -> Work:
-        if self._needs_host_staging(x):
-            host = _allocate_host_buffer(out)
+    def _start_collective(
+        self, output_tensor: Tensor, input_tensor: Tensor, collective_fn: Callable[..., Any], description: str
+    ) -> Work:
+        if self._needs_host_staging(input_tensor):
+            host = _allocate_host_buffer(output_tensor)
             return HostStagedWork(
-                [self._start_collective(host, _copy_to_host(x), collective, description)], [(out, host)]
+                [self._start_collective(host, _copy_to_host(input_tensor), collective_fn, description)],
+                [(output_tensor, host)],
             )
-        return self._monitor_work(collective(out, x, group=self.group, async_op=True), description)
+        return self._monitor_work(
+            collective_fn(output_tensor, input_tensor, group=self.group, async_op=True), description
+        )
 
-    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+    def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
         """Send tensors to other ranks and receive tensors from them. Two ranks use one all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
-        if any(self._needs_host_staging(x) for x in (*outgoing.values(), *arriving.values())):
-            sent = {id(x): _copy_to_host(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
-            into = {rank: _allocate_host_buffer(x) for rank, x in arriving.items()}
-            works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
-            return [HostStagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
+        if any(self._needs_host_staging(x) for x in (*send_tensors.values(), *recv_buffers.values())):
+            sent = {id(x): _copy_to_host(x) for x in send_tensors.values()}  # a tensor for several ranks is copied once
+            into = {rank: _allocate_host_buffer(x) for rank, x in recv_buffers.items()}
+            works = self.exchange({rank: sent[id(x)] for rank, x in send_tensors.items()}, into)
+            return [HostStagedWork(works, [(recv_buffers[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
-            return self._exchange_with_peer(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
-        works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
-        return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
+            return self._exchange_with_peer(send_tensors.get(1 - self._rank), recv_buffers.get(1 - self._rank))
+        works = [self.receive(x, r, 0) for r, x in recv_buffers.items() if x.numel()]
+        return works + [self.send(x, r, 0) for r, x in send_tensors.items() if x.numel()]
 
-    def _exchange_with_peer(self, outgoing: Tensor | None, incoming: Tensor | None) -> Sequence[Work]:
-        like = outgoing if outgoing is not None else incoming
+    def _exchange_with_peer(self, send_tensor: Tensor | None, recv_buffer: Tensor | None) -> Sequence[Work]:
+        like = send_tensor if send_tensor is not None else recv_buffer
         if like is None:
             return []
-        sent = like.new_empty(0) if outgoing is None else outgoing.view(-1)
-        received = like.new_empty(0) if incoming is None else incoming.view(-1)
+        sent = like.new_empty(0) if send_tensor is None else send_tensor.view(-1)
+        received = like.new_empty(0) if recv_buffer is None else recv_buffer.view(-1)
         if sent.numel() + received.numel() == 0:
             return []
         in_sizes, out_sizes = [received.numel(), 0], [sent.numel(), 0]
@@ -187,48 +194,48 @@ class ProcessGroupTransport:
         work = dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=self.group, async_op=True)
         return [self._monitor_work(work, "an exchange", 1 - self._rank)]
 
-    def send(self, x: Tensor, to: int, tag: int) -> Work:
-        if self._needs_host_staging(x):
-            return HostStagedWork([self.send(_copy_to_host(x), to, tag)])
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        if self._needs_host_staging(tensor):
+            return HostStagedWork([self.send(_copy_to_host(tensor), dst, tag)])
         if torch.compiler.is_compiling():  # a counter would cause a recompilation at each message
             self._sends_uncounted = True
         else:
-            self._sent[to] += 1
-        return MonitoredWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
+            self._sent[dst] += 1
+        return MonitoredWork(dist.isend(tensor, self._ranks[dst], group=self.group, tag=tag), self.peers, "a send", dst)
 
-    def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        if self._needs_host_staging(x):
-            host = _allocate_host_buffer(x)
-            return HostStagedWork([self.receive(host, source, tag)], [(x, host)])
-        work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
-        return ReceiveWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
+    def receive(self, recv_buffer: Tensor, src: int, tag: int) -> Work:
+        if self._needs_host_staging(recv_buffer):
+            host = _allocate_host_buffer(recv_buffer)
+            return HostStagedWork([self.receive(host, src, tag)], [(recv_buffer, host)])
+        work = dist.irecv(recv_buffer, self._ranks[src], group=self.group, tag=tag)
+        return ReceiveWork(work, self.peers, src, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        if self._needs_host_staging(x):
-            host = _copy_to_host(x)
-            self.broadcast(host, source)
-            x.data.copy_(host)
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        if self._needs_host_staging(tensor):
+            host = _copy_to_host(tensor)
+            self.broadcast(host, src)
+            tensor.data.copy_(host)
             return
         with self.peers.report_lost_peer("a broadcast"):
-            dist.broadcast(x, src=self._ranks[source], group=self.group)
+            dist.broadcast(tensor, src=self._ranks[src], group=self.group)
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        box = [value]
+    def broadcast_object(self, local_object: Any, src: int) -> Any:
+        box = [local_object]
         with self.peers.report_lost_peer("a broadcast"):
-            dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
+            dist.broadcast_object_list(box, src=self._ranks[src], group=self.group)
         return box[0]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, local_object: Any) -> list[Any]:
         out: list[Any] = [None] * len(self._ranks)
         with self.peers.report_lost_peer("a gather of objects"):
-            dist.all_gather_object(out, value, group=self.group)
+            dist.all_gather_object(out, local_object, group=self.group)
         return out
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
         device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
-        local = torch.tensor([numbers], dtype=torch.int64, device=device)
+        local = torch.tensor([local_ints], dtype=torch.int64, device=device)
         rows = [local if rank == self._rank else torch.empty_like(local) for rank in range(len(self._ranks))]
-        if self.prefers_direct_exchange(local):
+        if self.is_direct_exchange_faster(local):
             others = [rank for rank in range(len(rows)) if rank != self._rank]
             works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
@@ -238,14 +245,14 @@ class ProcessGroupTransport:
         gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
-    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
+    def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
         """Announce this rank's next collective call to the other ranks through the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{rank}/count", 1)
-        store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
-        return self._wait_for_peers(store, name, number, reporter) if waits else PeerCollectiveStatus()
+        store.set(f"{name}/{rank}", json.dumps([number, call_name, not wait]))
+        return self._wait_for_peers(store, name, number, reporter) if wait else PeerCollectiveStatus()
 
     def _wait_for_peers(
         self, store: Any, group_name: str, call_number: int, deadlock_monitor: DeadlockMonitor
@@ -262,7 +269,7 @@ class ProcessGroupTransport:
             absent = [rank for rank, entry in zip(self._ranks, announced, strict=True) if entry is None]
             if store.check([f"{group_name}/failed/{call_number}"]):
                 return PeerCollectiveStatus(announced, dict.fromkeys(absent, "gave up"))
-            if differs_since is None and len({entry.call for entry in announced if entry is not None}) > 1:
+            if differs_since is None and len({entry.call_name for entry in announced if entry is not None}) > 1:
                 differs_since = now
             if now > ask_at:
                 request, ask_at = deadlock_monitor.request_reports(), now + ASK_EVERY_S
@@ -295,11 +302,11 @@ class ProcessGroupTransport:
             announced.append(own if is_past else AnnouncedCollective(call, is_step) if count == call_number else None)
         return announced
 
-    def _monitor_work(self, work: Any, description: str, peer: int | None = None) -> Work:
+    def _monitor_work(self, work: Any, description: str, peer_index: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
             joined = self.group, get_collective_count(self.group), description.partition(" ")[2].replace("-", "_")
-        return MonitoredWork(work, self.peers, description, peer, joined)
+        return MonitoredWork(work, self.peers, description, peer_index, joined)
 
 
 class HostStagedWork:
@@ -310,8 +317,8 @@ class HostStagedWork:
         arriving: pairs of a device tensor and the host buffer that receives its values.
     """
 
-    def __init__(self, works: Sequence[Work], arriving: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        self._works, self._arriving = works, list(arriving)
+    def __init__(self, works: Sequence[Work], pending_copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._works, self._arriving = works, list(pending_copies)
 
     def wait(self) -> None:
         for work in self._works:
@@ -324,12 +331,12 @@ class HostStagedWork:
         return all(work.is_completed() for work in self._works)
 
 
-def _copy_to_host(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", copy=True)
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
-def _allocate_host_buffer(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="cpu")
+def _allocate_host_buffer(device_tensor: Tensor) -> Tensor:
+    return torch.empty_like(device_tensor, device="cpu")
 
 
 _LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.WeakKeyDictionary()
@@ -416,7 +423,7 @@ class Axis:
 
 @deprecate_renamed_arguments(
     {},
-    attributes={
+    renamed_attributes={
         "alike": "same_batch_axis",
         "own_axes": "base_axes",
         "finest": "expand_views",
@@ -486,10 +493,10 @@ class ParallelContext:
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
-    def expand_views(self, names: Iterable[str]) -> set[str]:
+    def expand_views(self, axis_names: Iterable[str]) -> set[str]:
         """Replace the names of reshaped axes, such as tensor, with the names of their new axes, such as row."""
-        views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
-        return {finer for name in names for finer in views.get(name, (name,))}
+        views = {view.source_axes[0]: tuple(view.sizes) for view in self.grid.views if len(view.source_axes) == 1}
+        return {finer for name in axis_names for finer in views.get(name, (name,))}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -529,7 +536,7 @@ class ParallelContext:
         grid, rank = RankGrid.from_sizes({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
         world = tensor.transport.world or ProcessWorld(tensor.ranks)
-        by_lines = {grid.list_rank_groups("tensor"): tensor}
+        by_lines = {grid.get_rank_groups("tensor"): tensor}
         axes["tensor"] = tensor
         return cls(grid, rank, axes, device or get_local_device(), world, None, tensor.traffic, by_lines)
 
@@ -558,7 +565,7 @@ class ParallelContext:
                 # with a GPU, some versions of torch create NCCL groups for a mesh although the user chose gloo
                 is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
                 transport = ProcessGroupTransport(group) if is_chosen else None
-                context._create_axis(name, grid.list_rank_groups(name), transport)
+                context._create_axis(name, grid.get_rank_groups(name), transport)
         return context._add_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
@@ -576,7 +583,7 @@ class ParallelContext:
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        rank_groups = self.grid.list_rank_groups(*wide, only=only)
+        rank_groups = self.grid.get_rank_groups(*wide, only=only)
         return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
@@ -589,25 +596,25 @@ class ParallelContext:
         grid = self.grid.with_reshaped_axes([of] if isinstance(of, str) else of, sizes)
         return replace(self, grid=grid)._add_axes(sizes)
 
-    def _add_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
+    def _add_axes(self, axis_names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
-        for name in names:
-            rank_groups = self.grid.list_rank_groups(name)
+        for name in axis_names:
+            rank_groups = self.grid.get_rank_groups(name)
             axis = self._by_rank_group.get(rank_groups) or self._create_axis(name, rank_groups)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
-    def _create_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
+    def _create_axis(self, axis_name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         if transport is None:
             transport = NO_TRANSPORT if self.world is None else self.world.create_transport(rank_groups)
         place = line.index(self.rank)
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
-            transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
+            transport.peers = PeerRanks(line, place, axis_name, hosts, self.traffic)
             _LOGS[transport.group] = self.traffic
         crosses = self.grid.crosses_hosts(line)
-        axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
+        axis = Axis(axis_name, len(line), place, transport, line, self.traffic, crosses)
         return self._by_rank_group.setdefault(rank_groups, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:

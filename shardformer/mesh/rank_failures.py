@@ -36,47 +36,51 @@ class PeerRanks:
     """Global ranks and host names of the ranks on one axis, for error messages.
 
     Args:
-        ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
+        ranks: global ranks in the order of the axis; ``own_index`` is the index of this process among them.
         axis: name of the axis; empty for a user's process group.
         hosts: host of each rank; empty if unknown.
     """
 
     ranks: Sequence[int]
-    rank: int
+    own_index: int
     axis: str = ""
     hosts: Sequence[str] = ()
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
     @contextmanager
-    def report_lost_peer(self, operation: str, peer: int | None = None) -> Iterator[None]:
+    def report_lost_peer(self, operation: str, peer_index: int | None = None) -> Iterator[None]:
         """Convert torch's errors about lost connections to a LostPeerError that identifies the lost rank.
 
         Args:
-            peer: index of the peer on the axis, or None if any other rank may be the cause.
+            peer_index: index of the peer on the axis, or None if any other rank may be the cause.
         """
         try:
             yield
         except RuntimeError as error:
             if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
-                raise self._make_lost_peer_error(operation, peer, error) from error
+                raise self._make_lost_peer_error(operation, peer_index, error) from error
             raise
 
-    def _make_lost_peer_error(self, operation: str, peer: int | None, error: Exception) -> LostPeerError:
-        others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
+    def _make_lost_peer_error(self, operation: str, peer_index: int | None, exception: Exception) -> LostPeerError:
+        others = (
+            [index for index in range(len(self.ranks)) if index != self.own_index]
+            if peer_index is None
+            else [peer_index]
+        )
         who = " or ".join(map(self._describe_rank, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
-        cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
+        cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(exception).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._describe_rank(self.rank).capitalize()} could not reach {who}{axis} in {operation}{when} "
+            f"{self._describe_rank(self.own_index).capitalize()} could not reach {who}{axis} in {operation}{when} "
             f"({cause[:120]}).",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s.",
             remedy="Check the last output of that rank. If it has none, check its host and the network.",
         )
 
-    def _describe_rank(self, index: int) -> str:
-        host = f" on host {self.hosts[index]}" if len(set(self.hosts)) > 1 else ""
-        return f"rank {self.ranks[index]}{host}"
+    def _describe_rank(self, peer_index: int) -> str:
+        host = f" on host {self.hosts[peer_index]}" if len(set(self.hosts)) > 1 else ""
+        return f"rank {self.ranks[peer_index]}{host}"
 
 
 class MonitoredWork:
@@ -93,12 +97,18 @@ class MonitoredWork:
         self,
         work: Any,
         peers: PeerRanks,
-        what: str,
-        peer: int | None = None,
-        joined: tuple[Any, int, str] | None = None,
+        operation: str,
+        peer_index: int | None = None,
+        awaited_collective: tuple[Any, int, str] | None = None,
     ) -> None:
         assert work is not None, "an axis contains this process, so torch returns a work handle"
-        self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
+        self._work, self._peers, self._what, self._peer, self.joined = (
+            work,
+            peers,
+            operation,
+            peer_index,
+            awaited_collective,
+        )
 
     def wait(self) -> Any:
         with self._peers.report_lost_peer(self._what, self._peer):
@@ -118,10 +128,15 @@ class ReceiveWork(MonitoredWork):
     __slots__ = ("_arrived", "_from")
 
     def __init__(
-        self, work: Any, peers: PeerRanks, source: int, joined: tuple[Any, int, str] | None, arrived: list[int]
+        self,
+        work: Any,
+        peers: PeerRanks,
+        src: int,
+        awaited_collective: tuple[Any, int, str] | None,
+        received_counts: list[int],
     ) -> None:
-        super().__init__(work, peers, "a receive", source, joined)
-        self._from, self._arrived = source, arrived
+        super().__init__(work, peers, "a receive", src, awaited_collective)
+        self._from, self._arrived = src, received_counts
 
     def wait(self) -> Any:
         done = super().wait()
@@ -154,17 +169,17 @@ class Rendezvous:
     """Address at which processes connect to each other. Its methods report processes that do not connect.
 
     Args:
-        place: index of this process among the ``size`` processes.
-        what: kind of the participants: "node" for launchers, "rank" for processes.
+        index: index of this process among the ``num_processes`` processes.
+        process_kind: kind of the participants: "node" for launchers, "rank" for processes.
         attempt: number of restarts by the launcher, which separates the keys of different attempts.
         advice: hint that is printed if some processes have not connected.
     """
 
     host: str
     port: int
-    place: int
-    size: int
-    what: str
+    index: int
+    num_processes: int
+    process_kind: str
     attempt: str = "0"
     advice: str = SAME_ADDRESS
 
@@ -172,7 +187,7 @@ class Rendezvous:
     def report_missing_processes(self) -> Iterator[None]:
         """Print which processes have not connected while the ``with`` block waits for them."""
         is_complete = threading.Event()
-        report = self._print_missing_processes if self.place == 0 else self._print_if_host_unreachable
+        report = self._print_missing_processes if self.index == 0 else self._print_if_host_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
@@ -187,11 +202,13 @@ class Rendezvous:
         Reliable once this process has waited for some seconds.
         """
         with suppress(RuntimeError):
-            store = self._open_store()
-            absent = [place for place in range(self.size) if not store.check([self._get_connected_store_key(place)])]
-            if absent and self.place not in absent:
+            store = self._connect_to_store()
+            absent = [
+                place for place in range(self.num_processes) if not store.check([self._get_connected_store_key(place)])
+            ]
+            if absent and self.index not in absent:
                 shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-                return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
+                return f"{self.process_kind}{'s' if len(absent) > 1 else ''} {shown} of {self.num_processes}"
         return ""
 
     def _print_missing_processes(self, all_connected: threading.Event) -> None:
@@ -224,18 +241,18 @@ class Rendezvous:
 
     def _mark_as_connected(self) -> None:
         with suppress(RuntimeError):
-            self._open_store().set(self._get_connected_store_key(self.place), platform.node())
+            self._connect_to_store().set(self._get_connected_store_key(self.index), platform.node())
 
     def _print_connection_error(self, error: OSError) -> None:
         self._print_message(
-            f"could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
+            f"could not connect to {self.process_kind} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
             f"({error.strerror or error}). Check that the address is correct and the port is free, that "
-            f"{self.what} 0 was started, and that its firewall allows the connection"
+            f"{self.process_kind} 0 was started, and that its firewall allows the connection"
         )
 
-    def _print_message(self, text: str) -> None:
-        name = f"{self.what} {self.place} ({platform.node()})"
-        print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
+    def _print_message(self, message: str) -> None:
+        name = f"{self.process_kind} {self.index} ({platform.node()})"
+        print(f"shardformer: {name} {message}.", file=sys.stderr, flush=True)
 
     def _get_connection_error(self) -> OSError | None:
         try:
@@ -244,10 +261,10 @@ class Rendezvous:
         except OSError as error:
             return error
 
-    def _open_store(self) -> Any:
+    def _connect_to_store(self) -> Any:
         return TCPStore(
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )
 
     def _get_connected_store_key(self, index: int) -> str:
-        return f"shardformer/here/{self.what}/{self.attempt}/{index}"
+        return f"shardformer/here/{self.process_kind}/{self.attempt}/{index}"

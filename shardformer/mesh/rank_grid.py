@@ -25,7 +25,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 class ReshapedAxesView:
     """Additional axes of a rank grid that reshape some of its axes, as ``Tensor.view`` does."""
 
-    of: tuple[str, ...]
+    source_axes: tuple[str, ...]
     sizes: Mapping[str, int]
 
 
@@ -43,9 +43,9 @@ class RankGrid:
     >>> grid = grid.with_reshaped_axes(["tensor"], {"row": 2, "column": 2})
     >>> grid.get_coords(6)
     {'data': 1, 'tensor': 2, 'row': 1, 'column': 0}
-    >>> grid.list_rank_groups("row")
+    >>> grid.get_rank_groups("row")
     ((0, 2), (1, 3), (4, 6), (5, 7))
-    >>> grid.list_rank_groups("data", "row")
+    >>> grid.get_rank_groups("data", "row")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
 
@@ -74,9 +74,9 @@ class RankGrid:
         """Names of the grid axes, followed by those of reshaped axes."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
-    def check_axis_names(self, *names: str) -> None:
-        """Raise ConfigError if one of ``names`` is not an axis of the grid."""
-        for name in names:
+    def check_axis_names(self, *axis_names: str) -> None:
+        """Raise ConfigError if one of ``axis_names`` is not an axis of the grid."""
+        for name in axis_names:
             if name not in self.axis_names:
                 raise ConfigError(
                     f"The mesh has no axis {name!r}. Its axes are {', '.join(self.axis_names)}.",
@@ -99,8 +99,8 @@ class RankGrid:
             )
         return self.ranks[place]
 
-    def list_rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return the groups of ranks that communicate along the axes ``names``.
+    def get_rank_groups(self, *axis_names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
+        """Return the groups of ranks that communicate along the axes ``axis_names``.
 
         Args:
             only: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -108,7 +108,7 @@ class RankGrid:
         Raises:
             ConfigError: the names overlap, such as an axis with part of its view, or two views of one axis.
         """
-        fixed = self._find_fixed_axes(names)
+        fixed = self._find_fixed_axes(axis_names)
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
             at = self._index_to_coords(place)
@@ -148,32 +148,32 @@ class RankGrid:
         """Return whether the ranks in ``ranks`` are on more than one host, or None if their hosts are unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in ranks}) > 1 if self.hosts else None
 
-    def _index_to_coords(self, place: int) -> dict[str, int]:
-        coords = _unravel_rank_index(place, self.sizes)
+    def _index_to_coords(self, flat_index: int) -> dict[str, int]:
+        coords = _unravel_rank_index(flat_index, self.sizes)
         for view in self.views:
             index = 0
-            for name in view.of:
+            for name in view.source_axes:
                 index = index * self.sizes[name] + coords[name]
             coords |= _unravel_rank_index(index, view.sizes)
         return coords
 
-    def _find_fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which the ranks of one group along ``names`` do not differ."""
-        self.check_axis_names(*names)
-        named = set(names)
-        views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
-        refolded = [name for view in views for name in view.of]
+    def _find_fixed_axes(self, axis_names: Sequence[str]) -> list[str]:
+        """Return the axes on which the ranks of one group along ``axis_names`` do not differ."""
+        self.check_axis_names(*axis_names)
+        named = set(axis_names)
+        views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.source_axes)]
+        refolded = [name for view in views for name in view.source_axes]
         if len(set(refolded)) < len(refolded) or named.intersection(refolded):
             raise ConfigError(
-                f"The axes {', '.join(names)} cannot be combined, because they overlap.",
+                f"The axes {', '.join(axis_names)} cannot be combined, because they overlap.",
                 remedy=f"Use only axes of the mesh ({', '.join(self.sizes)}), or only axes that reshape one of them.",
             )
         axes = [name for name in self.sizes if name not in refolded] + [name for v in views for name in v.sizes]
         return [name for name in axes if name not in named]
 
 
-def check_axis_size(name: str, size: object) -> None:
-    check_int(name, size, unit="ranks")
+def check_axis_size(axis_name: str, size: object) -> None:
+    check_int(axis_name, size, unit="ranks")
 
 
 def _unravel_rank_index(index: int, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -197,54 +197,56 @@ COMPOSITE_AXES = {
 }
 
 
-def count_ranks_on_axis(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
+def count_ranks_on_axis(axis_size: TensorGridSize | None, axis_name: str = "sequence") -> int:
     """Return the number of ranks on an axis from its size, such as 4 or (2, 2).
 
     Raises ConfigError if the size is invalid.
     """
-    if sizes is None:
+    if axis_size is None:
         return 1
-    every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
-    counts, meaning, example = COMPOSITE_AXES[axis]
+    every: list[Any] = list(axis_size) if isinstance(axis_size, tuple | list) else [axis_size]
+    counts, meaning, example = COMPOSITE_AXES[axis_name]
     if len(every) not in (1, *counts):
         raise ConfigError(
-            f"{axis} must be a number of ranks or {meaning}, but got {sizes!r}.",
-            remedy=f"Use a value such as {axis}=4 or {axis}={example}.",
+            f"{axis_name} must be a number of ranks or {meaning}, but got {axis_size!r}.",
+            remedy=f"Use a value such as {axis_name}=4 or {axis_name}={example}.",
         )
     for size in every:
-        check_axis_size(axis, size)
+        check_axis_size(axis_name, size)
     return prod(every)
 
 
-def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
+def parse_axis_size(size_text: str, axis_name: str) -> int | tuple[int, ...]:
     """Parse ``"4"`` or ``"2x2"`` into an axis size. Raises ConfigError for any other text."""
-    if text.lstrip("-").isdigit() and int(text) < 1:
-        raise ConfigError(f"--{axis} {text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
+    if size_text.lstrip("-").isdigit() and int(size_text) < 1:
+        raise ConfigError(
+            f"--{axis_name} {size_text} is not a positive number.", remedy=f"Use --{axis_name} 1 or more."
+        )
     try:
-        sizes = tuple(int(part) for part in text.split("x"))
-        total = count_ranks_on_axis(sizes, axis)
+        sizes = tuple(int(part) for part in size_text.split("x"))
+        total = count_ranks_on_axis(sizes, axis_name)
     except (ValueError, ConfigError):
-        _, meaning, example = COMPOSITE_AXES[axis]
+        _, meaning, example = COMPOSITE_AXES[axis_name]
         example = example.strip("()").replace(", ", "x")
         raise ConfigError(
-            f"--{axis} must be a number of ranks or {meaning}, but got {text}.",
-            remedy=f"Use a value such as --{axis} 4 or --{axis} {example}.",
+            f"--{axis_name} must be a number of ranks or {meaning}, but got {size_text}.",
+            remedy=f"Use a value such as --{axis_name} 4 or --{axis_name} {example}.",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(
-            f"--{axis} {text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis.",
-            remedy=f"Use at most the number of your devices, such as --{axis} 4.",
+            f"--{axis_name} {size_text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis.",
+            remedy=f"Use at most the number of your devices, such as --{axis_name} 4.",
         )
     return sizes[0] if len(sizes) == 1 else sizes
 
 
-def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
+def build_rank_grid(axis_sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     """Build the grid of all launched processes, with the host name of each rank.
 
     Communicates one gather of the sizes and host names.
 
     Args:
-        sizes: sizes of the axes, or a function that returns them.
+        axis_sizes: sizes of the axes, or a function that returns them.
 
     Raises:
         ConfigError: on every process, if one process passes sizes that do not fit or differ, or its function fails.
@@ -253,7 +255,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     shape: dict[str, int] = {}
     problem: Exception | None = None
     try:
-        shape = _infer_missing_axis_sizes(dict(sizes() if callable(sizes) else sizes), world)
+        shape = _infer_missing_axis_sizes(dict(axis_sizes() if callable(axis_sizes) else axis_sizes), world)
     except Exception as error:  # the other processes wait for this one, so they must learn of any failure
         problem = error
     message = "" if problem is None else str(problem)
@@ -273,11 +275,11 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     return RankGrid.from_sizes(shape, hosts=[host for *_, host in answers])
 
 
-def _infer_missing_axis_sizes(sizes: dict[str, int | None], world_size: int) -> dict[str, int]:
-    for name, size in sizes.items():
+def _infer_missing_axis_sizes(axis_sizes: dict[str, int | None], world_size: int) -> dict[str, int]:
+    for name, size in axis_sizes.items():
         if size is not None:
             check_axis_size(name, size)
-    passed = {name: size for name in reversed(AXES) if (size := sizes.get(name)) is not None}
+    passed = {name: size for name in reversed(AXES) if (size := axis_sizes.get(name)) is not None}
     tensor, data = passed.get("tensor"), passed.get("data")
     pipe, sequence = passed.get("pipe", 1), passed.get("sequence", 1)
     known = prod(passed.values())
@@ -306,5 +308,5 @@ def _infer_missing_axis_sizes(sizes: dict[str, int | None], world_size: int) -> 
     return resolved
 
 
-def _format_size_product(sizes: Mapping[str, int | None]) -> str:
-    return " times ".join(f"{name}={size}" for name, size in sizes.items())
+def _format_size_product(axis_sizes: Mapping[str, int | None]) -> str:
+    return " times ".join(f"{name}={size}" for name, size in axis_sizes.items())

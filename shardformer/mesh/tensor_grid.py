@@ -72,7 +72,7 @@ class TensorGrid:
         return f"{self.mode} {'x'.join(map(str, sizes))}"
 
 
-def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
+def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
     """Compute the shape (rows, columns, depth) of a tensor parallel grid from its mode and its number of ranks.
 
     A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
@@ -85,8 +85,8 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
         depth: number of squares in 2.5D.
     """
     check_choice("tensor parallel mode", mode, GRID_MODES, f"The modes are 1d, {', '.join(GRID_MODES)}")
-    if isinstance(size, tuple | list):
-        row, column, third = (*size, 1)[:3]
+    if isinstance(grid_size, tuple | list):
+        row, column, third = (*grid_size, 1)[:3]
         if mode == "2d" and third > 1:
             raise ConfigError(
                 f"tensor=({row}, {column}, {third}) has three sizes, but tensor_parallel_mode='2d' requires two.",
@@ -98,39 +98,40 @@ def compute_grid_shape(mode: str, size: int | Sequence[int], depth: int | None =
                 remedy=f"Pass three sizes, such as tensor=({row}, {column}, 2).",
             )
         return row, column, third
-    assert isinstance(size, int), size
+    assert isinstance(grid_size, int), grid_size
     if mode == "2.5d" and depth is not None:
-        side = isqrt(size // depth) if depth else 0
-        if side * side * depth != size:
+        side = isqrt(grid_size // depth) if depth else 0
+        if side * side * depth != grid_size:
             raise ConfigError(
-                f"tensor={size} and depth={depth} do not match tensor_parallel_mode='2.5d'.",
+                f"tensor={grid_size} and depth={depth} do not match tensor_parallel_mode='2.5d'.",
                 remedy=f"Use a tensor size that is {depth} times a square number, such as {4 * depth}.",
             )
         return side, side, depth
     if mode == "2d":
-        side = isqrt(size)
-        if side * side != size:
-            shape = _factor_nearly_square(size)
+        side = isqrt(grid_size)
+        if side * side != grid_size:
+            shape = _factor_into_near_square(grid_size)
             raise ConfigError(
-                f"tensor={size} is not a perfect square, which tensor_parallel_mode='2d' requires.",
+                f"tensor={grid_size} is not a perfect square, which tensor_parallel_mode='2d' requires.",
                 remedy=f"Pass rows and columns, such as tensor={shape}.",
             )
         return side, side, 1
     if mode == "3d":
-        side = round(size ** (1 / 3))
-        if side**3 != size:
+        side = round(grid_size ** (1 / 3))
+        if side**3 != grid_size:
             raise ConfigError(
-                f"tensor={size} is not a perfect cube, which tensor_parallel_mode='3d' requires.",
+                f"tensor={grid_size} is not a perfect cube, which tensor_parallel_mode='3d' requires.",
                 remedy="Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2).",
             )
         return side, side, side
-    sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
+    sides = [n for n in range(isqrt(grid_size), 1, -1) if grid_size % (n * n) == 0 and grid_size > n * n]
     if not sides:
         raise ConfigError(
-            f"tensor={size} cannot be arranged as two or more squares, which tensor_parallel_mode='2.5d' requires.",
+            f"tensor={grid_size} cannot be arranged as two or more squares, which tensor_parallel_mode='2.5d' "
+            "requires.",
             remedy="Pass three sizes, such as tensor=(2, 2, 2).",
         )
-    return sides[0], sides[0], size // sides[0] ** 2
+    return sides[0], sides[0], grid_size // sides[0] ** 2
 
 
 def reshape_tensor_axis_by_mode(context: ParallelContext, mode: str) -> ParallelContext:
@@ -145,7 +146,7 @@ def reshape_tensor_axis_by_mode(context: ParallelContext, mode: str) -> Parallel
     return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
-def _factor_nearly_square(size: int) -> tuple[int, int]:
+def _factor_into_near_square(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
 
@@ -170,9 +171,9 @@ class GridShards:
     weights: str
 
 
-def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
+def describe_grid_shards(mode: str, grid_size: int | tuple[int, ...]) -> list[GridShards]:
     """Describe the shards of each rank of a tensor parallel grid. Raises ConfigError for sizes that do not fit."""
-    row, column, depth = compute_grid_shape(mode, sizes)
+    row, column, depth = compute_grid_shape(mode, grid_size)
     shards = []
     for rank in range(row * column * depth):
         context = ParallelContext.from_sizes({"tensor": row * column * depth}, {"tensor": rank})
@@ -187,18 +188,18 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
     return shards
 
 
-def compare_communication_with_1d(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
+def compare_comm_volume_with_1d(mode: str, grid_size: int | tuple[int, ...]) -> list[tuple[str, str]]:
     """Compare how many elements a rank sends per layer in 1D tensor parallelism and on a grid.
 
     Counts the forward and backward pass of a layer with N tokens, H hidden features, W weights, V features inside its
     blocks, and E features at the end of its blocks.
     """
-    row, column, depth = compute_grid_shape(mode, sizes)
+    row, column, depth = compute_grid_shape(mode, grid_size)
     ranks = row * column * depth
     copies, contraction = (1, depth) if mode == "3d" else (depth, 1)
 
-    def fraction_sent(n: int) -> float:
-        return (n - 1) / n
+    def fraction_sent(num_ranks: int) -> float:
+        return (num_ranks - 1) / num_ranks
 
     terms = [
         (10 * fraction_sent(column) / (row * copies * contraction), "N H"),
@@ -213,7 +214,7 @@ def compare_communication_with_1d(mode: str, sizes: int | tuple[int, ...]) -> li
 def summarize_grid(grid: TensorGrid) -> str:
     """Describe in words which shards each rank of a grid stores and how many elements it sends per layer."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
-    (_, line), (_, own) = compare_communication_with_1d(grid.mode, sizes)
+    (_, line), (_, own) = compare_comm_volume_with_1d(grid.mode, sizes)
     widths = ", V features inside its blocks and E features at their ends" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "
@@ -223,5 +224,5 @@ def summarize_grid(grid: TensorGrid) -> str:
     )
 
 
-def _format_shard_position(index: int, count: int) -> str:
-    return "all" if count == 1 else f"{index + 1}/{count}"
+def _format_shard_position(index: int, num_shards: int) -> str:
+    return "all" if num_shards == 1 else f"{index + 1}/{num_shards}"

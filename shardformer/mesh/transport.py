@@ -119,7 +119,7 @@ class Work(Protocol):
 class AnnouncedCollective(NamedTuple):
     """Announcement of one rank to the others that it has reached a collective call."""
 
-    call: str
+    call_name: str
     is_step: bool  # whether the ranks compare numbers at this call
 
 
@@ -166,49 +166,49 @@ class Transport(Protocol):
     def group(self) -> dist.ProcessGroup | None:
         """Process group of torch.distributed that sends the messages, or None without process groups."""
 
-    def prefers_direct_exchange(self, x: Tensor) -> bool:
-        """Return whether ``exchange`` gathers and scatters tensors like ``x`` faster than the collectives do."""
+    def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
+        """Return whether ``exchange`` gathers and scatters tensors like ``tensor`` faster than the collectives do."""
 
-    def serializes_sends(self, device: torch.device) -> bool:
+    def has_serialized_sends(self, device: torch.device) -> bool:
         """Return whether two ranks can send each other only one message at a time, as with NCCL."""
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
-        """Reduce ``x`` in place over all ranks, with the operation "sum" or "max"."""
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        """Reduce ``tensor`` in place over all ranks, with the operation "sum" or "max"."""
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate the tensors ``x`` of all ranks along dimension 0 into ``out``. Their shapes must be equal."""
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
+        """Concatenate the input tensors of all ranks along dim 0 into ``output_tensor``. Their shapes must be equal."""
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Sum ``x`` over all ranks, split the sum evenly along dimension 0, and write this rank's chunk to ``out``."""
+    def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
+        """Sum ``input_tensor`` over all ranks, and write this rank's equal chunk along dim 0 to ``output_tensor``."""
 
-    def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
+    def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
         """Send and receive tensors, which are passed as dicts from rank to tensor. Empty tensors are not sent."""
 
-    def send(self, x: Tensor, to: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Send a tensor to a rank. Messages to the same rank with the same tag arrive in order."""
 
-    def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
+    def receive(self, recv_buffer: Tensor, src: int, tag: int) -> Work: ...
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        """Copy the values of ``x`` on rank ``source`` to all other ranks."""
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy the values of ``tensor`` on rank ``src`` to all other ranks."""
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        """Send the object ``value`` of rank ``source`` to all ranks, and return it. The object must be picklable."""
+    def broadcast_object(self, local_object: Any, src: int) -> Any:
+        """Send ``local_object`` of rank ``src`` to all ranks, and return it. The object must be picklable."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, local_object: Any) -> list[Any]:
         """Gather one picklable object from each rank, and return the objects in rank order."""
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
         """Gather a list of integers from each rank, and return the lists in rank order. Their lengths must be equal.
 
-        This is much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
+        This is much faster than ``all_gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
-    def announce_collective(self, call: str, *, waits: bool) -> PeerCollectiveStatus:
+    def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
         """Announce to the other ranks that this rank has reached a collective call.
 
         Args:
-            waits: whether to wait until all ranks have announced a call or cannot reach it; otherwise the result is
+            wait: whether to wait until all ranks have announced a call or cannot reach it; otherwise the result is
                 empty.
         """
 

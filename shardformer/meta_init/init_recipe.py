@@ -42,7 +42,7 @@ class DeferredStorage:
     """A storage on the meta device, with the recorded operations that compute its values."""
 
     num_bytes: int
-    writer: RecordedInitStep | None = None
+    writer_step: RecordedInitStep | None = None
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,18 @@ class RecordedInitStep:
     func: Any  # a torch operator or a ``SafetensorsTensorReader``
     args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
     kwargs: dict[str, Any]
-    out: tuple[DeferredTensorView | None, ...] = ()  # output views, or None for an output that is not a new tensor
-    before: tuple[RecordedInitStep, ...] = ()  # the steps that wrote the inputs
-    state: Tensor | None = None  # generator state before the operation, if it draws random numbers
+    output_views: tuple[
+        DeferredTensorView | None, ...
+    ] = ()  # output views, or None for an output that is not a new tensor
+    input_steps: tuple[RecordedInitStep, ...] = ()  # the steps that wrote the inputs
+    rng_state: Tensor | None = None  # generator state before the operation, if it draws random numbers
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
-    def list_deferred_storages(self) -> list[DeferredStorage]:
+    def get_deferred_storages(self) -> list[DeferredStorage]:
         """Return all lazily built storages that this operation reads or writes."""
-        views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, DeferredTensorView)]
+        views = [
+            x for x in tree_flatten((self.args, self.kwargs, self.output_views))[0] if isinstance(x, DeferredTensorView)
+        ]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
 
@@ -87,9 +91,9 @@ def get_deferred_storage(tensor: Any) -> DeferredStorage | None:
         return tensor.untyped_storage().__dict__.get(ATTRIBUTE) if tensor.is_meta else None
 
 
-def defer_storage(tensor: Tensor) -> DeferredStorage:
+def attach_deferred_storage(meta_tensor: Tensor) -> DeferredStorage:
     """Attach a new ``DeferredStorage`` to the storage of a meta tensor. Both have the same lifetime."""
-    storage = tensor.untyped_storage()
+    storage = meta_tensor.untyped_storage()
     deferred = DeferredStorage(storage.nbytes())
     storage.__dict__[ATTRIBUTE] = deferred
     return deferred
@@ -109,33 +113,33 @@ def get_deferred_view(tensor: Tensor) -> DeferredTensorView:
     )
 
 
-def get_init_recipe(deferred: DeferredStorage) -> list[RecordedInitStep]:
+def get_init_recipe(deferred_storage: DeferredStorage) -> list[RecordedInitStep]:
     """Return the recorded operations that compute the values of a storage, in order."""
     found: dict[int, RecordedInitStep] = {}
-    waiting = [deferred.writer] if deferred.writer is not None else []
+    waiting = [deferred_storage.writer_step] if deferred_storage.writer_step is not None else []
     while waiting:
         step = waiting.pop()
         if step.number not in found:
             found[step.number] = step
-            waiting += step.before
+            waiting += step.input_steps
     return [found[number] for number in sorted(found)]
 
 
-def run_init_recipe(deferred: DeferredStorage) -> UntypedStorage:
+def run_init_recipe(deferred_storage: DeferredStorage) -> UntypedStorage:
     """Compute the values of a storage on the CPU by running its recorded operations."""
-    steps = get_init_recipe(deferred)
-    uses = Counter(id(p) for step in steps for p in step.list_deferred_storages())
+    steps = get_init_recipe(deferred_storage)
+    uses = Counter(id(p) for step in steps for p in step.get_deferred_storages())
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
-            return _allocate_storage(deferred)
+            return _allocate_storage(deferred_storage)
         for step in steps:
             run_init_step(step, storages)
-            for p in step.list_deferred_storages():
+            for p in step.get_deferred_storages():
                 uses[id(p)] -= 1
-                if not uses[id(p)] and p is not deferred:
+                if not uses[id(p)] and p is not deferred_storage:
                     del storages[id(p)]
-    storage = storages[id(deferred)]
+    storage = storages[id(deferred_storage)]
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
@@ -145,79 +149,86 @@ def compute_deferred_values(tensor: Tensor) -> Tensor:
     return view.to_tensor(run_init_recipe(view.deferred))
 
 
-def run_init_step(step: RecordedInitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Run one recorded operation, and store its results in ``storages``.
+def run_init_step(step: RecordedInitStep, storage_by_deferred_id: dict[int, UntypedStorage]) -> None:
+    """Run one recorded operation, and store its results in ``storage_by_deferred_id``.
 
     Args:
-        storages: id of each deferred storage -> storage with values.
+        storage_by_deferred_id: id of each deferred storage -> storage with values.
     """
 
-    def get_real_value(x: Any) -> Any:
-        if isinstance(x, DeferredTensorView):
-            if id(x.deferred) not in storages:  # will be overwritten, or was never written
-                storages[id(x.deferred)] = _allocate_storage(x.deferred)
-            return x.to_tensor(storages[id(x.deferred)])
-        return x
+    def materialize_if_deferred(argument: Any) -> Any:
+        if isinstance(argument, DeferredTensorView):
+            if id(argument.deferred) not in storage_by_deferred_id:  # will be overwritten, or was never written
+                storage_by_deferred_id[id(argument.deferred)] = _allocate_storage(argument.deferred)
+            return argument.to_tensor(storage_by_deferred_id[id(argument.deferred)])
+        return argument
 
-    args, kwargs = tree_map(get_real_value, step.args), tree_map(get_real_value, step.kwargs)
-    if step.state is None:
+    args, kwargs = tree_map(materialize_if_deferred, step.args), tree_map(materialize_if_deferred, step.kwargs)
+    if step.rng_state is None:
         result = step.func(*args, **kwargs)
     else:
-        result = _rerun_random_op(step.func, step.state, args, kwargs)
-    for view, value in zip(step.out, result if isinstance(result, tuple | list) else (result,), strict=False):
+        result = _rerun_random_op(step.func, step.rng_state, args, kwargs)
+    for view, value in zip(step.output_views, result if isinstance(result, tuple | list) else (result,), strict=False):
         if view is not None:
-            storages[id(view.deferred)] = _convert_to_recorded_layout(value, view)
+            storage_by_deferred_id[id(view.deferred)] = _convert_to_recorded_layout(value, view)
 
 
-def _rerun_random_op(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _rerun_random_op(func: Any, rng_state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation from a recorded generator state, without changing torch's default generator."""
     if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()
-        generator.set_state(state)
+        generator.set_state(rng_state)
         return func(*args, **{**kwargs, "generator": generator})
     with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state)
+        torch.set_rng_state(rng_state)
         return func(*args, **kwargs)
 
 
-def _allocate_storage(deferred: DeferredStorage) -> UntypedStorage:
+def _allocate_storage(deferred_storage: DeferredStorage) -> UntypedStorage:
     # large storages are mapped: on the heap, small shards would fill the gaps of freed full tensors, and the heap would
     # grow to the size of the full model
-    if deferred.num_bytes < MAPPED_BYTES:
-        return torch.empty(deferred.num_bytes, dtype=torch.uint8).untyped_storage()
-    mapped = mmap(-1, deferred.num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    if deferred_storage.num_bytes < MAPPED_BYTES:
+        return torch.empty(deferred_storage.num_bytes, dtype=torch.uint8).untyped_storage()
+    mapped = mmap(-1, deferred_storage.num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _convert_to_recorded_layout(value: Tensor, view: DeferredTensorView) -> UntypedStorage:
+def _convert_to_recorded_layout(result: Tensor, recorded_view: DeferredTensorView) -> UntypedStorage:
     """Return the storage of a result, after converting it to the recorded strides and dtype."""
-    if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
-        return value.untyped_storage()
-    storage = _allocate_storage(view.deferred)
-    view.to_tensor(storage).copy_(value)
+    if (result.stride(), result.storage_offset(), result.dtype) == (
+        recorded_view.stride,
+        recorded_view.offset,
+        recorded_view.dtype,
+    ):
+        return result.untyped_storage()
+    storage = _allocate_storage(recorded_view.deferred)
+    recorded_view.to_tensor(storage).copy_(result)
     return storage
 
 
-def iter_random_init_steps(deferred: DeferredStorage) -> Iterator[RecordedInitStep]:
+def iter_random_init_steps(deferred_storage: DeferredStorage) -> Iterator[RecordedInitStep]:
     """Iterate over the recorded operations of a storage that draw random numbers."""
-    return (step for step in get_init_recipe(deferred) if step.state is not None)
+    return (step for step in get_init_recipe(deferred_storage) if step.rng_state is not None)
 
 
-def describe_init_recipe(deferred: DeferredStorage) -> str:
+def fingerprint_init_recipe(deferred_storage: DeferredStorage) -> str:
     """Return a text that identifies the recorded operations of a storage, except for random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 
-    def as_text(x: Any) -> str:
-        if isinstance(x, DeferredTensorView):
-            number = numbers.setdefault(id(x.deferred), len(numbers))
-            return f"{number} {x.dtype} {x.size} {x.stride} {x.offset}"
-        if isinstance(x, Tensor):
-            return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(view_as_bytes(x.cpu()).numpy().tobytes()).hexdigest()}"
-        return str(x)
+    def format_leaf(leaf: Any) -> str:
+        if isinstance(leaf, DeferredTensorView):
+            number = numbers.setdefault(id(leaf.deferred), len(numbers))
+            return f"{number} {leaf.dtype} {leaf.size} {leaf.stride} {leaf.offset}"
+        if isinstance(leaf, Tensor):
+            return (
+                f"{leaf.dtype} {tuple(leaf.shape)} "
+                f"{hashlib.sha256(view_as_bytes(leaf.cpu()).numpy().tobytes()).hexdigest()}"
+            )
+        return str(leaf)
 
-    for step in get_init_recipe(deferred):
-        leaves, shape = tree_flatten((step.args, step.kwargs, step.out))
-        digest.update(f"{step.func} {[as_text(x) for x in leaves]} {shape}".encode())
+    for step in get_init_recipe(deferred_storage):
+        leaves, shape = tree_flatten((step.args, step.kwargs, step.output_views))
+        digest.update(f"{step.func} {[format_leaf(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])
     return f"{' '.join(names) or 'empty'} {digest.hexdigest()[:16]}"

@@ -22,13 +22,13 @@ from shardformer.meta_init.init_recipe import (
     DeferredStorage,
     DeferredTensorView,
     RecordedInitStep,
-    defer_storage,
+    attach_deferred_storage,
     get_deferred_storage,
     get_deferred_view,
     run_init_recipe,
 )
 from shardformer.meta_init.safetensors_source import find_weight_files
-from shardformer.module_paths import list_named_tensors
+from shardformer.module_paths import named_params_and_buffers
 from shardformer.torch_compat import (
     TorchDispatchMode,
     has_meta_tensors,
@@ -115,20 +115,20 @@ class InitRecorderMode(TorchDispatchMode):
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not any(get_deferred_storage(x) for x in tensors):
-            if self.creates_lazily and func in FACTORIES and _creates_float_tensor(func, args, kwargs):
+            if self.creates_lazily and func in FACTORIES and _is_float_factory_call(func, args, kwargs):
                 return self._create_deferred_tensors(func, args, dict(kwargs))
             if (
                 self.creates_lazily
                 and func is aten.empty_like.default
                 and args[0].is_meta
-                and not _targets_meta_device(kwargs)
+                and not _is_on_meta_device(kwargs)
             ):
                 like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
                 return self.__torch_dispatch__(aten.empty.memory_format, types, (list(args[0].shape),), like)
             return func(*args, **kwargs)
-        if _targets_meta_device(kwargs):
+        if _is_on_meta_device(kwargs):
             return func(*args, **kwargs)
-        written = _find_written_tensors(func, args, kwargs)
+        written = _get_mutated_tensors(func, args, kwargs)
         if any(x.is_meta and get_deferred_storage(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
                 init_recipe.drop_init_recipe(x)
@@ -161,36 +161,36 @@ class InitRecorderMode(TorchDispatchMode):
             empty = self._create_deferred_tensors(aten.empty.memory_format, args[num_args:], kwargs)
             return self.__torch_dispatch__(fill, (), (empty, *args[:num_args]), {"generator": generator})
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
-        deferred = init_recipe.defer_storage(result)
+        deferred = init_recipe.attach_deferred_storage(result)
         if func in FILLED_FACTORIES:
             options = {**kwargs, "device": device, "dtype": result.dtype}
-            deferred.writer = RecordedInitStep(func, args, options, (get_deferred_view(result),))
+            deferred.writer_step = RecordedInitStep(func, args, options, (get_deferred_view(result),))
         return result
 
-    def _record_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
+    def _record_operation(self, func: Any, args: Any, kwargs: Any, mutated_tensors: list[Tensor], result: Any) -> None:
         results = list(result) if isinstance(result, tuple | list) else [result]
         new = [x for x in results if isinstance(x, Tensor) and x.is_meta and get_deferred_storage(x) is None]
         for x in new:
-            init_recipe.defer_storage(x)
-        if not new and not written:
+            init_recipe.attach_deferred_storage(x)
+        if not new and not mutated_tensors:
             return  # a view, or a query that needs no values
-        if func in SLICING_OPS and (steps := _slice_before_cast(func, args, kwargs, result)):
-            get_deferred_view(result).deferred.writer = steps
+        if func in SLICING_OPS and (steps := _make_slice_before_cast_step(func, args, kwargs, result)):
+            get_deferred_view(result).deferred.writer_step = steps
             return
         step = RecordedInitStep(
             func, tree_map(_snapshot_argument, args), _replace_device_kwarg("cpu", tree_map(_snapshot_argument, kwargs))
         )
-        step.out = tuple(get_deferred_view(x) if any(x is n for n in new) else None for x in results)
+        step.output_views = tuple(get_deferred_view(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         if draws:
-            step.state = torch.get_rng_state() if generator is None else generator.get_state()
+            step.rng_state = torch.get_rng_state() if generator is None else generator.get_state()
             step.kwargs.pop("generator", None)
-        overwritten = _find_overwritten_storage(func, written)
-        step.before = _list_writer_steps(p for p in step.list_deferred_storages() if p is not overwritten)
+        overwritten = _find_overwritten_storage(func, mutated_tensors)
+        step.input_steps = _get_writer_steps(p for p in step.get_deferred_storages() if p is not overwritten)
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
-        for x in (*written, *new):
-            get_deferred_view(x).deferred.writer = step
+        for x in (*mutated_tensors, *new):
+            get_deferred_view(x).deferred.writer_step = step
 
 
 class LazyInit(InitRecorderMode):
@@ -215,7 +215,9 @@ class LazyInit(InitRecorderMode):
         self._params: list[nn.Parameter] = []
 
     def __enter__(self) -> Self:
-        install_patch(REGISTRATION_PATCH, lambda: register_module_parameter_registration_hook(_record_parameter).remove)
+        install_patch(
+            REGISTRATION_PATCH, lambda: register_module_parameter_registration_hook(_parameter_registration_hook).remove
+        )
         super().__enter__()
         _ACTIVE.params.append(self._params)
         return self
@@ -228,19 +230,19 @@ class LazyInit(InitRecorderMode):
         self._params.clear()
 
 
-def was_modified_outside_lazy_init(param: nn.Parameter) -> bool:
+def is_modified_outside_lazy_init(param: nn.Parameter) -> bool:
     """Return whether a meta parameter was modified outside ``LazyInit``, where changes are not recorded."""
     return bool(param._version != vars(param).get(VERSION, param._version))
 
 
-class _ActiveLazyInits(threading.local):
+class _ActiveLazyInitParams(threading.local):
     """The parameters registered in each ``LazyInit`` context that is active in this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
 
 
-_ACTIVE = _ActiveLazyInits()
+_ACTIVE = _ActiveLazyInitParams()
 # The hook stays installed after the block: torch keeps these hooks in one dict, which all threads iterate while they
 # build models. Adding or removing a hook in one thread raises "mutated during iteration" in another.
 REGISTRATION_PATCH = Patch(
@@ -250,67 +252,71 @@ REGISTRATION_PATCH = Patch(
 )
 
 
-def _record_parameter(module: nn.Module, name: str, param: Any) -> None:
+def _parameter_registration_hook(module: nn.Module, param_name: str, param: Any) -> None:
     if isinstance(param, nn.Parameter):
         for params in _ACTIVE.params:
             params.append(param)
 
 
-class LazyLoading(LazyInit):
+class LazyInitFromPretrained(LazyInit):
     """A variant of LazyInit for transformers' ``from_pretrained``, which itself creates tensors on the meta device."""
 
     allows_meta = True
 
 
-def _creates_float_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_float_factory_call(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is aten.full.default and kwargs.get("dtype") is None:
         return isinstance(args[1], float)
     dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return dtype.is_floating_point
 
 
-def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> RecordedInitStep | None:
+def _make_slice_before_cast_step(
+    func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
+) -> RecordedInitStep | None:
     """Cast a slice of a tensor instead of slicing the cast tensor, so that no full-size copy is allocated."""
     sources: list[DeferredTensorView] = []
 
-    def to_source(x: Any) -> Any:
-        view = get_deferred_view(x) if isinstance(x, Tensor) and get_deferred_storage(x) is not None else None
-        source = _find_cast_source(view) if view is not None else None
+    def to_cast_source(argument: Any) -> Any:
+        view = (
+            get_deferred_view(argument)
+            if isinstance(argument, Tensor) and get_deferred_storage(argument) is not None
+            else None
+        )
+        source = _get_cast_source_view(view) if view is not None else None
         if view is None or source is None:
-            return x
+            return argument
         sources.append(DeferredTensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
         return sources[-1]
 
-    new_args = tree_map(to_source, args)
+    new_args = tree_map(to_cast_source, args)
     count = sum(isinstance(x, Tensor) for x in tree_flatten(args)[0])
     if len(sources) < count or len({view.dtype for view in sources}) > 1:
         return None
     out, dtype = get_deferred_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
     part = DeferredTensorView(storage, dtype, out.size, out.stride, 0)
-    slice_step = RecordedInitStep(
-        func, new_args, kwargs, (part,), _list_writer_steps(view.deferred for view in sources)
-    )
+    slice_step = RecordedInitStep(func, new_args, kwargs, (part,), _get_writer_steps(view.deferred for view in sources))
     return RecordedInitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
 
 
-def _find_cast_source(view: DeferredTensorView) -> DeferredTensorView | None:
-    """Return the tensor that was cast to create ``view``, or None if either tensor was modified after the cast."""
-    cast = view.deferred.writer
+def _get_cast_source_view(cast_view: DeferredTensorView) -> DeferredTensorView | None:
+    """Return the tensor that was cast to create ``cast_view``, or None if either tensor was modified after the cast."""
+    cast = cast_view.deferred.writer_step
     if cast is None or cast.func is not aten._to_copy.default:
         return None
-    source, out = cast.args[0], cast.out[0]
-    if not isinstance(source, DeferredTensorView) or out is None or out.deferred is not view.deferred:
+    source, out = cast.args[0], cast.output_views[0]
+    if not isinstance(source, DeferredTensorView) or out is None or out.deferred is not cast_view.deferred:
         return None
     has_same_layout = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
-    return source if has_same_layout and cast.before == _list_writer_steps([source.deferred]) else None
+    return source if has_same_layout and cast.input_steps == _get_writer_steps([source.deferred]) else None
 
 
-def _targets_meta_device(kwargs: dict[str, Any]) -> bool:
+def _is_on_meta_device(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
-def _find_written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _get_mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -319,22 +325,22 @@ def _find_written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _find_overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | None:
-    if len(written) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING_OPS:
-        deferred, target = get_deferred_storage(written[0]), written[0]
+def _find_overwritten_storage(func: Any, mutated_tensors: list[Tensor]) -> DeferredStorage | None:
+    if len(mutated_tensors) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING_OPS:
+        deferred, target = get_deferred_storage(mutated_tensors[0]), mutated_tensors[0]
         if deferred is not None and target.is_contiguous() and target.nbytes == deferred.num_bytes:
             return deferred
     return None
 
 
-def _list_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
+def _get_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
     return tuple({id(p.writer): p.writer for p in deferred_storages if p.writer is not None}.values())
 
 
-def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, overwrites: bool) -> None:
+def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, is_overwriting: bool) -> None:
     """Advance a random generator as a recorded operation does, by running it and discarding the result."""
     given = {"generator": generator} if generator is not None else {}
-    inputs = [] if overwrites else step.list_deferred_storages()
+    inputs = [] if is_overwriting else step.get_deferred_storages()
     probe = RecordedInitStep(func, step.args, {**step.kwargs, **given})
     init_recipe.run_init_step(probe, {id(deferred): init_recipe.run_init_recipe(deferred) for deferred in inputs})
 
@@ -363,8 +369,8 @@ def _replace_device_kwarg(device: str, kwargs: dict[str, Any]) -> dict[str, Any]
 class RecordingMethodWrapper:
     """A wrapper around a model's method that records how the method changes lazily built weights."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self._model, self._name = model, name
+    def __init__(self, model: nn.Module, method_name: str) -> None:
+        self._model, self._name = model, method_name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method: Callable[..., Any] = getattr(type(self._model), self._name)
@@ -378,7 +384,7 @@ def record_weight_changes(model: nn.Module) -> Iterator[None]:
 
     Weights that were modified outside such a context remain invalid.
     """
-    modified = {id(p) for p in model.parameters() if was_modified_outside_lazy_init(p)}
+    modified = {id(p) for p in model.parameters() if is_modified_outside_lazy_init(p)}
     with LazyInit():
         yield
     for p in model.parameters():
@@ -415,7 +421,9 @@ NOTES = "_shardformer_loading"
 
 def has_deferred_weights(model: nn.Module) -> bool:
     """Return whether a lazily built parameter or buffer of the model has no values yet."""
-    return has_meta_tensors(model) and any(get_deferred_storage(t) is not None for _, t in list_named_tensors(model))
+    return has_meta_tensors(model) and any(
+        get_deferred_storage(t) is not None for _, t in named_params_and_buffers(model)
+    )
 
 
 def record_changes_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
@@ -440,7 +448,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         empty.__dict__.update({name: value for name, value in vars(param).items() if name != VERSION})
-        defer_storage(empty)
+        attach_deferred_storage(empty)
         memo[id(param)] = empty
     for value in (value for module in model.modules() for value in vars(module).values()):
         if isinstance(value, Tensor) and value.grad_fn is not None:  # set by torch.nn.utils.weight_norm and prune
@@ -449,7 +457,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-def list_lazy_init_notes(model: nn.Module) -> list[str]:
+def get_lazy_init_notes(model: nn.Module) -> list[str]:
     """Return notes about how the weights of a lazily built model were computed."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
@@ -498,16 +506,20 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
     materialized: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
 
-    def with_values(tensor: Tensor, target: torch.device) -> Tensor:
+    def materialize_tensor(tensor: Tensor, target_device: torch.device) -> Tensor:
         deferred = get_deferred_storage(tensor)
-        if deferred is None and target in (tensor.device, cpu):
+        if deferred is None and target_device in (tensor.device, cpu):
             return tensor
         if id(tensor) not in materialized:
             with torch.no_grad():
                 if deferred is not None and deferred not in storages:
                     values = torch.empty(0, dtype=torch.uint8).set_(run_init_recipe(deferred))
-                    storages[deferred] = values.to(target).untyped_storage()
-                new = tensor.to(target) if deferred is None else get_deferred_view(tensor).to_tensor(storages[deferred])
+                    storages[deferred] = values.to(target_device).untyped_storage()
+                new = (
+                    tensor.to(target_device)
+                    if deferred is None
+                    else get_deferred_view(tensor).to_tensor(storages[deferred])
+                )
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
@@ -517,12 +529,14 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
-            table.update({n: with_values(t, torch.device(device or cpu)) for n, t in table.items() if t is not None})
+            table.update(
+                {n: materialize_tensor(t, torch.device(device or cpu)) for n, t in table.items() if t is not None}
+            )
         for name, value in list(vars(module).items()):  # tensors in plain attributes do not move with the model
             if type(value) not in (Tensor, nn.Parameter, list, tuple, dict) or any(value is table for table in tables):
                 continue
             if any(get_deferred_storage(x) is not None for x in tree_leaves(value)):
-                vars(module)[name] = tree_map_only(Tensor, lambda x: with_values(x, cpu), value)
+                vars(module)[name] = tree_map_only(Tensor, lambda x: materialize_tensor(x, cpu), value)
     for file in files:
         file.check_unchanged()
     restore_wrapped_methods(model)
@@ -536,14 +550,14 @@ def check_init_recipes(model: nn.Module) -> None:
         ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
             changed since it was loaded.
     """
-    empty = [name for name, t in list_named_tensors(model) if t.is_meta and get_deferred_storage(t) is None]
+    empty = [name for name, t in named_params_and_buffers(model) if t.is_meta and get_deferred_storage(t) is None]
     if empty:
         raise ConfigError(
             f"This {type(model).__name__} has tensors on the meta device without values, such as {empty[0]!r}.",
             remedy="Build the model inside `with LazyInit():` instead of torch.device('meta') and call .to() and "
             ".half() in the same block, or load it with shardformer.from_pretrained.",
         )
-    changed = [name for name, p in model.named_parameters() if was_modified_outside_lazy_init(p)]
+    changed = [name for name, p in model.named_parameters() if is_modified_outside_lazy_init(p)]
     if changed:
         raise ConfigError(
             f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended.",

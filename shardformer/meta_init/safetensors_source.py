@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.meta_init.init_recipe import (
     RecordedInitStep,
-    defer_storage,
+    attach_deferred_storage,
     get_deferred_storage,
     get_deferred_view,
     get_init_recipe,
@@ -43,10 +43,10 @@ class FileFingerprint:
     def __str__(self) -> str:
         return f"{self.size} {self.header} {self.sampled} {self.full_hash}"
 
-    def describe_difference(self, other: FileFingerprint) -> str:
+    def describe_difference(self, other_fingerprint: FileFingerprint) -> str:
         """Describe the first difference between this fingerprint and another one."""
-        name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
-        sizes = f"size ({self.size} and {other.size} bytes)"
+        name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other_fingerprint, f.name))
+        sizes = f"size ({self.size} and {other_fingerprint.size} bytes)"
         return {"size": sizes, "header": "header", "sampled": "sampled bytes", "full_hash": "bytes"}[name]
 
 
@@ -60,7 +60,7 @@ class WeightsFile:
 
     def __init__(self, path: str, *, all_bytes: bool = False) -> None:
         self.path, self.all_bytes = path, all_bytes
-        self.contents, self._stamp = _compute_fingerprint(path, all_bytes=all_bytes)
+        self.contents, self._stamp = _compute_file_fingerprint(path, all_bytes=all_bytes)
 
     def check_unchanged(self, *, compare_contents: bool = False) -> None:
         """Raise ConfigError if the file has changed since it was opened.
@@ -75,7 +75,7 @@ class WeightsFile:
             if is_untouched and not compare_contents:
                 return
             # an untouched file is not read completely a second time
-            contents, stamp = _compute_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
+            contents, stamp = _compute_file_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
             before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
             if contents != before:
                 problem = f"different {before.describe_difference(contents)}"
@@ -93,7 +93,7 @@ class WeightsFile:
         ) from cause
 
 
-def _compute_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
+def _compute_file_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
     with open(path, "rb", buffering=0) as file:
         stat = os.fstat(file.fileno())
         header = _read_header(file, stat.st_size)
@@ -109,33 +109,33 @@ def _compute_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint
     return contents, _get_size_and_mtime(stat)
 
 
-def _get_size_and_mtime(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_size, stat.st_mtime_ns
+def _get_size_and_mtime(stat_result: os.stat_result) -> tuple[int, int]:
+    return stat_result.st_size, stat_result.st_mtime_ns
 
 
-def _read_header(file: BinaryIO | Any, size: int) -> bytes:
+def _read_header(file: BinaryIO | Any, file_size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    limit = max(min(size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
+    limit = max(min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:
         raise ValueError(f"The header of the file must have at least 1 and at most {limit} bytes, but has {length}.")
     header: bytes = file.read(length)
     return header
 
 
-def _iter_sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
-    if size <= NUM_CHUNKS * CHUNK_BYTES:
-        yield 0, size
+def _iter_sampled_chunks(header: bytes, file_size: int) -> Iterator[tuple[int, int]]:
+    if file_size <= NUM_CHUNKS * CHUNK_BYTES:
+        yield 0, file_size
         return
     for number in range(NUM_CHUNKS):
-        yield (size - CHUNK_BYTES) * number // (NUM_CHUNKS - 1), CHUNK_BYTES
+        yield (file_size - CHUNK_BYTES) * number // (NUM_CHUNKS - 1), CHUNK_BYTES
     start = LENGTH_BYTES + len(header)
-    for first, end in sorted(_read_tensor_offsets(header)):
-        if 0 <= first <= end <= size - start:
+    for first, end in sorted(_parse_tensor_offsets(header)):
+        if 0 <= first <= end <= file_size - start:
             length = min(end - first, TENSOR_BYTES)
             yield start + (first + end - length) // 2, length
 
 
-def _read_tensor_offsets(header: bytes) -> list[tuple[int, int]]:
+def _parse_tensor_offsets(header: bytes) -> list[tuple[int, int]]:
     """Return the (start, end) offsets of all tensors, or an empty list if the header is invalid."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
@@ -210,8 +210,8 @@ def find_weight_files(model: nn.Module) -> list[WeightsFile]:
     return list(files.values())
 
 
-def _make_lazy_tensor(mapped: Tensor, source: SafetensorsTensorReader) -> Tensor:
-    tensor = torch.empty_strided(mapped.shape, mapped.stride(), dtype=mapped.dtype, device="meta")
-    deferred = defer_storage(tensor)
-    deferred.writer = RecordedInitStep(source, (), {}, (get_deferred_view(tensor),))
+def _make_lazy_tensor(mapped_tensor: Tensor, reader: SafetensorsTensorReader) -> Tensor:
+    tensor = torch.empty_strided(mapped_tensor.shape, mapped_tensor.stride(), dtype=mapped_tensor.dtype, device="meta")
+    deferred = attach_deferred_storage(tensor)
+    deferred.writer_step = RecordedInitStep(reader, (), {}, (get_deferred_view(tensor),))
     return tensor

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer import torch_compat
-from shardformer.comm.collectives import compute_tensor_hash, start_all_gather_into
+from shardformer.comm.collectives import compute_tensor_hash, start_all_gather_into_tensor
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_or_build_metadata
@@ -40,29 +40,29 @@ from shardformer.offload.saved_tensor_hooks import (
     SavedTensorHooks,
     check_tensor_version,
     get_byte_range_in_storage,
-    has_foreign_saved_tensor_hooks,
+    has_external_saved_tensor_hooks,
     is_non_overlapping_and_dense,
 )
 from shardformer.public_names import deprecate_renamed_parameters
-from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
 
 PURPOSE = "activations"
 
 
-def get_partition_size(size: int, axis: Axis) -> int:
-    """Return the size of each rank's shard of a saved tensor of ``size`` bytes."""
-    return -(-size // axis.size)
+def get_partition_num_bytes(num_bytes: int, axis: Axis) -> int:
+    """Return the size of each rank's shard of a saved tensor of ``num_bytes`` bytes."""
+    return -(-num_bytes // axis.size)
 
 
-def get_local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def get_local_partition(full_tensor: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return a copy of this rank's shard of a saved tensor, and a checksum of the full tensor. Communicates nothing."""
-    each = get_partition_size(len(full), axis)
-    stored = full[axis.rank * each : (axis.rank + 1) * each]
-    shard = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
-    return shard, compute_tensor_hash(full)
+    each = get_partition_num_bytes(len(full_tensor), axis)
+    stored = full_tensor[axis.rank * each : (axis.rank + 1) * each]
+    shard = stored.clone() if len(stored) == each else torch.cat([stored, full_tensor.new_zeros(each - len(stored))])
+    return shard, compute_tensor_hash(full_tensor)
 
 
-def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
+def all_gather_partitions(local_partition: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
     """All-gather the shards of a saved tensor, and check that all ranks saved the same tensor.
 
     The result includes the padding of the last shard. Communicates one all-gather of T * ceil(size / T) bytes and, at
@@ -71,9 +71,9 @@ def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: 
     Raises:
         InputError: The checksums differ. Raised on every rank.
     """
-    full, checksums = shard.new_empty(axis.size * len(shard)), checksum.new_empty(axis.size)
-    pending = start_all_gather_into(checksums, checksum.view(1), axis, PURPOSE)
-    start_all_gather_into(full, shard, axis, PURPOSE).wait()
+    full, checksums = local_partition.new_empty(axis.size * len(local_partition)), checksum.new_empty(axis.size)
+    pending = start_all_gather_into_tensor(checksums, checksum.view(1), axis, PURPOSE)
+    start_all_gather_into_tensor(full, local_partition, axis, PURPOSE).wait()
     check_same_checksums(torch_compat.tolist_or_ones(pending.wait()), axis, tensor_name)
     return full
 
@@ -115,11 +115,13 @@ class ActivationStore:
         link: Copier between host and device. By default, one is created for the device of the model.
     """
 
-    def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
-        self._to_host, self._min_bytes, self._link = to_host, min_bytes, link
+    def __init__(
+        self, offload_to_host: bool, axis: Axis | None, min_bytes: int, copier: HostDeviceCopier | None = None
+    ) -> None:
+        self._to_host, self._min_bytes, self._link = offload_to_host, min_bytes, copier
         self._axis = axis if axis is not None and axis.size > 1 else None
         self.counter = ActivationByteCounter()
-        self._hooks = SavedTensorHooks(self._pack, self._unpack)
+        self._hooks = SavedTensorHooks(self._pack_saved_tensor, self._unpack_saved_tensor)
         self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
@@ -141,7 +143,7 @@ class ActivationStore:
         """Return the current and peak memory of the stored activations, on the device and on the host."""
         self._update_byte_counts()
         rates = {
-            way: self._link.measure_bandwidth(way) if self._link is not None else None
+            way: self._link.get_measured_bandwidth(way) if self._link is not None else None
             for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
         }
         counter = self.counter
@@ -164,13 +166,13 @@ class ActivationStore:
 
     # --- the forward pass
 
-    def begin_forward(self, model: nn.Module, args: Any) -> None:
+    def forward_pre_hook(self, model: nn.Module, args: Any) -> None:
         """Activate the hooks for saved tensors at the start of a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
-            self.end_forward()
+            self.forward_hook()
         if torch.compiler.is_compiling() or torch_compat.current_graph_task_id() >= 0:  # compiled, or a recomputation
             return
-        if has_foreign_saved_tensor_hooks() or not torch.is_grad_enabled():
+        if has_external_saved_tensor_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         device = next((x.device for x in model.parameters()), None)
@@ -181,81 +183,88 @@ class ActivationStore:
             self._fixed = {torch_compat.get_storage_id(x) for x in tensors}
         self._hooks.activate()
 
-    def end_forward(self, *_: Any) -> None:
+    def forward_hook(self, *_: Any) -> None:
         """Remove the hooks for saved tensors at the end of a forward pass."""
         if not self._hooks.is_entered:
             return
         self._hooks.deactivate()
         self._offload_non_layer_inputs(0)
         self._inputs.clear()
-        self._graph.fetched = len(self._graph.order)
+        self._graph.num_fetched = len(self._graph.saved_storages)
         self._update_byte_counts()
 
-    def register_layer_input(self, name: str, x: Any) -> None:
+    def register_layer_input(self, layer_name: str, layer_input: Any) -> None:
         """Register the input of a layer, so that it is sharded over the tensor ranks instead of replicated."""
-        if not self._hooks.is_entered or not _is_plain_tensor(x) or not is_non_overlapping_and_dense(x):
+        if (
+            not self._hooks.is_entered
+            or not _is_plain_tensor(layer_input)
+            or not is_non_overlapping_and_dense(layer_input)
+        ):
             return
-        key, (start, end) = (torch_compat.get_storage_id(x), x._version), get_byte_range_in_storage(x)
+        key, (start, end) = (
+            (torch_compat.get_storage_id(layer_input), layer_input._version),
+            get_byte_range_in_storage(layer_input),
+        )
         if key in self._inputs:
             return
-        self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
+        self._inputs[key] = StorageWeakRef(layer_input.untyped_storage()), (start, end), layer_name
         for item in list(self._possible_inputs):
             stored = item[1]
             is_of_x = (stored.source.cdata, stored.version) == key
             if is_of_x and start <= stored.start and stored.start + stored.size <= end:
                 self._possible_inputs.remove(item)
-                self._shard_layer_input(stored, name)
+                self._shard_layer_input(stored, layer_name)
 
-    def _offload_non_layer_inputs(self, keep_last: int) -> None:
-        """Offload all but the ``keep_last`` most recent saved tensors that are not layer inputs."""
-        while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
+    def _offload_non_layer_inputs(self, num_to_keep: int) -> None:
+        """Offload all but the ``num_to_keep`` most recent saved tensors that are not layer inputs."""
+        while self._possible_inputs and self._possible_inputs[0][0] + num_to_keep <= len(self._graph.saved_storages):
             self._start_offload(self._possible_inputs.popleft()[1])
 
-    def _pack(self, x: Tensor) -> SavedTensorHandle | None:
+    def _pack_saved_tensor(self, tensor: Tensor) -> SavedTensorHandle | None:
         """Store a saved tensor and return a handle to it, or None for parameters and unsupported tensors."""
-        if not _is_plain_tensor(x) or self._link is None or x.device != self._link.device:
+        if not _is_plain_tensor(tensor) or self._link is None or tensor.device != self._link.device:
             return None
-        storage = x.untyped_storage()
+        storage = tensor.untyped_storage()
         memory = torch_compat.storage_id(storage)
-        if memory in self._fixed or _is_cast_of_parameter(x):
+        if memory in self._fixed or _is_cast_of_param(tensor):
             return None
         self._update_byte_counts()
-        _, input_range, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
-        start, end = get_byte_range_in_storage(x)
+        _, input_range, name = self._inputs.get((memory, tensor._version), (None, (0, 0), ""))
+        start, end = get_byte_range_in_storage(tensor)
         is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
         self._offload_non_layer_inputs(MAX_POSSIBLE_INPUTS)
         # Ranks of an axis must shard the same storages, but some also have storages of earlier forward passes.
         forward = 0 if self._axis is None else self._forward
-        key = (memory, x._version, start, end, forward, is_input)
+        key = (memory, tensor._version, start, end, forward, is_input)
         stored = self._stored.get(key)
         if stored is None:
-            stored = self._stored[key] = SavedStorage(self.counter, x, start, end)
+            stored = self._stored[key] = SavedStorage(self.counter, tensor, start, end)
             if stored.size >= self._min_bytes:
                 if self._axis is None:
                     self._start_offload(stored)
                 elif is_input:
                     self._shard_layer_input(stored, name)
                 else:
-                    self._possible_inputs.append((len(self._graph.order), stored))
-        return SavedTensorHandle(stored, self._graph, x)
+                    self._possible_inputs.append((len(self._graph.saved_storages), stored))
+        return SavedTensorHandle(stored, self._graph, tensor)
 
-    def _shard_layer_input(self, stored: SavedStorage, name: str) -> None:
+    def _shard_layer_input(self, saved_storage: SavedStorage, layer_name: str) -> None:
         """Replace the saved input of a layer with this rank's shard of it."""
-        assert self._axis is not None and stored.data is not None
+        assert self._axis is not None and saved_storage.data is not None
         with torch.no_grad():
-            stored.data, stored.number = get_local_partition(stored.data, self._axis)
-        stored.name, stored.base = name, stored.start
-        stored.set_data_kind(PARTITIONED)
-        self._start_offload(stored)
+            saved_storage.data, saved_storage.number = get_local_partition(saved_storage.data, self._axis)
+        saved_storage.name, saved_storage.base = layer_name, saved_storage.start
+        saved_storage.set_memory_kind(PARTITIONED)
+        self._start_offload(saved_storage)
 
-    def _start_offload(self, stored: SavedStorage) -> None:
+    def _start_offload(self, saved_storage: SavedStorage) -> None:
         """Start copying saved data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
-        assert stored.data is not None and self._link is not None
-        size = len(stored.data)
+        assert saved_storage.data is not None and self._link is not None
+        size = len(saved_storage.data)
         self._largest = max(self._largest, size)
         limit = PREFETCH_COUNT * self._largest
         while (
@@ -263,23 +272,26 @@ class ActivationStore:
             and sum(len(p.host) for p in self._copying_to_host if p.host is not None) + size > limit
         ):
             self._finish_offload(self._copying_to_host.popleft())
-        stored.host = self._link.allocate_on_host(size, torch.uint8)
+        saved_storage.host = self._link.allocate_on_host(size, torch.uint8)
         self.counter.add_host_bytes(size)
-        stored.copy, stored.is_leaving = self._link.start_copy_to_host(stored.host, stored.data), True
-        stored.set_data_kind(COPYING_TO_HOST)
-        self._copying_to_host.append(stored)
+        saved_storage.copy, saved_storage.is_leaving = (
+            self._link.start_copy_to_host(saved_storage.host, saved_storage.data),
+            True,
+        )
+        saved_storage.set_memory_kind(COPYING_TO_HOST)
+        self._copying_to_host.append(saved_storage)
 
-    def _finish_offload(self, stored: SavedStorage) -> None:
+    def _finish_offload(self, saved_storage: SavedStorage) -> None:
         """Wait for a copy to the host, and then free the device memory unless the backward pass already needs it."""
-        assert stored.copy is not None and stored.data is not None
-        stored.copy.block_until_done()
-        stored.copy, stored.is_leaving = None, False
-        if stored.is_wanted:
-            stored.add_device_bytes(COPYING_TO_HOST, -len(stored.data))
-            self._count_fetched_bytes(stored, len(stored.data))
+        assert saved_storage.copy is not None and saved_storage.data is not None
+        saved_storage.copy.synchronize()
+        saved_storage.copy, saved_storage.is_leaving = None, False
+        if saved_storage.is_wanted:
+            saved_storage.add_device_bytes(COPYING_TO_HOST, -len(saved_storage.data))
+            self._count_fetched_bytes(saved_storage, len(saved_storage.data))
         else:
-            stored.data = None
-            stored.set_data_kind(COPYING_TO_HOST)
+            saved_storage.data = None
+            saved_storage.set_memory_kind(COPYING_TO_HOST)
 
     def _update_byte_counts(self) -> None:
         """Update the byte counters after copies to the host have completed or device memory has been freed."""
@@ -296,7 +308,7 @@ class ActivationStore:
 
     # --- the backward pass
 
-    def _unpack(self, handle: SavedTensorHandle) -> Tensor:
+    def _unpack_saved_tensor(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
         check_tensor_version(stored.version_tensor, stored.version, handle.shape)
         self._update_byte_counts()
@@ -315,49 +327,52 @@ class ActivationStore:
         self._prefetch_to_device(handle.graph, handle.place)
         return out
 
-    def _fetch_to_device(self, stored: SavedStorage) -> None:
-        if stored.is_leaving:
-            stored.is_wanted = True
-        if not stored.is_on_host or stored.gathered is not None:
+    def _fetch_to_device(self, saved_storage: SavedStorage) -> None:
+        if saved_storage.is_leaving:
+            saved_storage.is_wanted = True
+        if not saved_storage.is_on_host or saved_storage.gathered is not None:
             return
-        assert stored.host is not None and self._link is not None
-        stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
-        stored.base, stored.copy = stored.start, self._link.start_copy_to_device(stored.data, stored.host)
-        self._count_fetched_bytes(stored, len(stored.data))
+        assert saved_storage.host is not None and self._link is not None
+        saved_storage.data = torch.empty(len(saved_storage.host), dtype=torch.uint8, device=self._link.device)
+        saved_storage.base, saved_storage.copy = (
+            saved_storage.start,
+            self._link.start_copy_to_device(saved_storage.data, saved_storage.host),
+        )
+        self._count_fetched_bytes(saved_storage, len(saved_storage.data))
 
-    def _count_fetched_bytes(self, stored: SavedStorage, size: int) -> None:
-        stored.add_device_bytes(FETCHED, size)
-        self._fetched.add(stored)
+    def _count_fetched_bytes(self, saved_storage: SavedStorage, num_bytes: int) -> None:
+        saved_storage.add_device_bytes(FETCHED, num_bytes)
+        self._fetched.add(saved_storage)
 
-    def _gather_full_input(self, stored: SavedStorage) -> Tensor:
+    def _gather_full_input(self, saved_storage: SavedStorage) -> Tensor:
         """Return the full input of a layer, after an all-gather of its shards in the first call."""
-        if stored.gathered is None:
-            assert self._axis is not None and stored.data is not None and stored.number is not None
+        if saved_storage.gathered is None:
+            assert self._axis is not None and saved_storage.data is not None and saved_storage.number is not None
             with torch.no_grad():
-                stored.gathered = gather_partitions(
-                    stored.data, stored.number, self._axis, f"The input of layer {stored.name}"
+                saved_storage.gathered = all_gather_partitions(
+                    saved_storage.data, saved_storage.number, self._axis, f"The input of layer {saved_storage.name}"
                 )
-            self._count_fetched_bytes(stored, len(stored.gathered))
-        return stored.gathered
+            self._count_fetched_bytes(saved_storage, len(saved_storage.gathered))
+        return saved_storage.gathered
 
-    def _release_fetched_memory(self, stored: SavedStorage) -> None:
+    def _release_fetched_memory(self, saved_storage: SavedStorage) -> None:
         """Drop this store's references to fetched memory, so that autograd frees the memory after use."""
-        fetched_memory = [stored.gathered]
-        stored.gathered, stored.is_wanted = None, False
-        if stored.host is not None and stored.data is not None and not stored.is_leaving:
-            fetched_memory.append(stored.data)
-            stored.data = None
+        fetched_memory = [saved_storage.gathered]
+        saved_storage.gathered, saved_storage.is_wanted = None, False
+        if saved_storage.host is not None and saved_storage.data is not None and not saved_storage.is_leaving:
+            fetched_memory.append(saved_storage.data)
+            saved_storage.data = None
         for x in fetched_memory:
             if x is not None:
-                stored.keep_count_after_deletion(FETCHED, len(x))
+                saved_storage.keep_count_after_deletion(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del fetched_memory
-        self._fetched.discard(stored)
+        self._fetched.discard(saved_storage)
 
     def _prefetch_to_device(self, forward_record: ForwardRecord, end_index: int) -> None:
-        at = min(forward_record.fetched, end_index)
+        at = min(forward_record.num_fetched, end_index)
         while at > 0:
-            stored = forward_record.order[at - 1]()
+            stored = forward_record.saved_storages[at - 1]()
             if (
                 stored is not None
                 and stored.host is not None
@@ -370,7 +385,7 @@ class ActivationStore:
                     self._prefetched[stored] = len(stored.host)
                     self._fetch_to_device(stored)
             at -= 1
-        forward_record.fetched = at
+        forward_record.num_fetched = at
 
     def _register_backward_end_callback(self, forward_record: ForwardRecord) -> None:
         task = torch_compat.current_graph_task_id()
@@ -388,25 +403,31 @@ class ActivationStore:
         for stored in list(self._fetched):
             self._release_fetched_memory(stored)
         for graph in self._graphs:
-            graph.fetched = len(graph.order)
+            graph.num_fetched = len(graph.saved_storages)
         self._graphs.clear()
         self._update_byte_counts()
 
 
-def _is_plain_tensor(x: Any) -> bool:
+def _is_plain_tensor(maybe_tensor: Any) -> bool:
     """Return whether an object is an ordinary strided tensor, not a subclass or a quantized tensor."""
     return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.layout is torch.strided
-        and x.numel() > 0
-        and not (x.is_meta or x.is_quantized or x.is_inference() or x.is_conj() or x.is_neg())
-        and not torch_compat.is_functorch_wrapped(x)
+        type(maybe_tensor) in (Tensor, nn.Parameter)
+        and maybe_tensor.layout is torch.strided
+        and maybe_tensor.numel() > 0
+        and not (
+            maybe_tensor.is_meta
+            or maybe_tensor.is_quantized
+            or maybe_tensor.is_inference()
+            or maybe_tensor.is_conj()
+            or maybe_tensor.is_neg()
+        )
+        and not torch_compat.is_functorch_wrapped(maybe_tensor)
     )
 
 
-def _is_cast_of_parameter(x: Tensor) -> bool:
+def _is_cast_of_param(tensor: Tensor) -> bool:
     """Return whether a tensor is a view or a cast of a parameter, such as a weight converted by autocast."""
-    node: Any = x.grad_fn
+    node: Any = tensor.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]
     return type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
@@ -460,8 +481,8 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     for _, state in _find_sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
-            stage_forward.boundary_callbacks.append(store.end_forward)
-            store.undo.append(partial(stage_forward.boundary_callbacks.remove, store.end_forward))
+            stage_forward.boundary_callbacks.append(store.forward_hook)
+            store.undo.append(partial(stage_forward.boundary_callbacks.remove, store.forward_hook))
     return store
 
 
@@ -470,18 +491,20 @@ def _find_sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMeta
     return [(module, state) for module, state in found if isinstance(state, ShardingMetadata)]
 
 
-def _register_store_hooks(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
+def _register_store_hooks(model: nn.Module, store: ActivationStore, layers_by_path: dict[str, nn.Module]) -> None:
     model.__dict__[STORE] = store
     store.undo.append(partial(model.__dict__.pop, STORE, None))
     order = HookOrder.SAVED_TENSORS
-    store.undo.append(register_forward_hooks(model, order, store.begin_forward, store.end_forward, always_call=True))
-    for path, layer in layers.items():
+    store.undo.append(
+        register_forward_hooks(model, order, store.forward_pre_hook, store.forward_hook, always_call=True)
+    )
+    for path, layer in layers_by_path.items():
         register = partial(_register_layer_input, store, path)
         store.undo.append(register_forward_hooks(layer, HookOrder.LAYER_INPUT, register, with_kwargs=True))
 
 
-def _register_layer_input(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-    store.register_layer_input(path, get_first_tensor(args, kwargs))
+def _register_layer_input(store: ActivationStore, module_path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    store.register_layer_input(module_path, get_first_tensor_arg(args, kwargs))
 
 
 def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:

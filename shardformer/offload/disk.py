@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import all_gather_from_mesh
+from shardformer.comm.collective_call import all_gather_over_mesh
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import HostOffloadManager, HostShard, OffloadConfig
@@ -42,12 +42,12 @@ class OffloadFile:
         moved: Bytes and seconds of all reads and writes.
     """
 
-    def __init__(self, folder: str, host: HostOffloadManager, buffers: int) -> None:
-        self._host, self.buffers, self.folder = host, buffers, folder
+    def __init__(self, directory: str, host_manager: HostOffloadManager, num_buffers: int) -> None:
+        self._host, self.buffers, self.folder = host_manager, num_buffers, directory
         self.error: OSError | None = None
         self._file: Any = None
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # closed by the finalizer
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # closed by the finalizer
             weakref.finalize(self, self._file.close)
         except OSError as error:
             self.error = error
@@ -59,11 +59,11 @@ class OffloadFile:
         self._num_made = 0
         self.write_call: Any = os.pwritev
 
-    def reserve_bytes(self, size: int) -> int:
-        """Reserve ``size`` bytes in the file and return their offset. Raise OSError if the disk is full."""
+    def reserve_bytes(self, num_bytes: int) -> int:
+        """Reserve ``num_bytes`` bytes in the file and return their offset. Raise OSError if the disk is full."""
         at = self._end
-        os.posix_fallocate(self._file.fileno(), at, max(size, 1))
-        self._end += size
+        os.posix_fallocate(self._file.fileno(), at, max(num_bytes, 1))
+        self._end += num_bytes
         return at
 
     def start_read(self, offset: int, out: Tensor) -> Future[None]:
@@ -87,15 +87,15 @@ class OffloadFile:
         size, seconds = self.moved[direction]
         self.moved[direction] = size + total, seconds + time.perf_counter() - begin
 
-    def acquire_buffer(self, size: int) -> Tensor:
+    def acquire_buffer(self, num_bytes: int) -> Tensor:
         """Return a free buffer in host memory. If all buffers are in use, wait until a write is complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
             self._finish_oldest_write()
         if not self._free:
             self._num_made += 1
-            return self._host.link.allocate_on_host(size, torch.uint8)
+            return self._host.link.allocate_on_host(num_bytes, torch.uint8)
         buffer = self._free.pop()
-        return buffer if buffer.numel() >= size else self._host.link.allocate_on_host(size, torch.uint8)
+        return buffer if buffer.numel() >= num_bytes else self._host.link.allocate_on_host(num_bytes, torch.uint8)
 
     def release_buffer(self, buffer: Tensor) -> None:
         if len(self._free) < self.buffers:
@@ -110,7 +110,7 @@ class OffloadFile:
         if buffer is not None:
             self.release_buffer(buffer)
 
-    def measure_bandwidth(self, direction: str) -> float | None:
+    def get_measured_bandwidth(self, direction: str) -> float | None:
         """Return the measured bytes per second of reads or writes, or None before the first one."""
         size, seconds = self.moved[direction]
         return size / seconds if seconds else None
@@ -121,26 +121,26 @@ class OffloadFile:
             self._finish_oldest_write()
 
 
-def check_disk_space(folder: str, size: int) -> None:
-    """Raise OSError if a directory does not exist, or if its disk has no space for a file of ``size`` bytes."""
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+def check_disk_space(directory: str, num_bytes: int) -> None:
+    """Raise OSError if a directory does not exist, or if its disk has no space for a file of ``num_bytes`` bytes."""
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
 
 
-def round_up_to_block(size: int) -> int:
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+def round_up_to_block(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class FileOffloadManager(HostOffloadManager):
     """Manages the host memory for offloaded shards, and a file with their master weights and optimizer states."""
 
-    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
-        super().__init__(config, device, overlaps=overlaps)
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlap: bool = True) -> None:
+        super().__init__(config, device, overlap=overlap)
         assert config.folder is not None
         self.disk = OffloadFile(config.folder, self, config.buffers)
 
-    def create_shard(self, length: int, dtype: torch.dtype) -> FileShard:
-        return FileShard(self.disk, self, length, dtype)
+    def create_shard(self, numel: int, dtype: torch.dtype) -> FileShard:
+        return FileShard(self.disk, self, numel, dtype)
 
     def wait_for_writes(self, context: ParallelContext) -> None:
         """Wait until all ranks have written their files, and raise InputError on all ranks if one of them failed."""
@@ -157,7 +157,7 @@ class FileOffloadManager(HostOffloadManager):
         """
         self.disk.flush()
         failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        failure = next((other for _, other in all_gather_from_mesh(failure, context) if other is not None), None)
+        failure = next((other for _, other in all_gather_over_mesh(failure, context) if other is not None), None)
         for part in shards:
             if isinstance(part, FileShard):
                 part.commit() if failure is None else part.roll_back()
@@ -203,9 +203,9 @@ class OffloadFileLayout:
 class OffloadFileRange:
     """A reserved range of bytes in the offload file, and the layout of its contents."""
 
-    at: int
+    offset: int
     capacity: int
-    record: OffloadFileLayout
+    layout: OffloadFileLayout
 
 
 class FileShard(HostShard):
@@ -214,9 +214,11 @@ class FileShard(HostShard):
     An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """
 
-    def __init__(self, disk: OffloadFile, host: HostOffloadManager, length: int, dtype: torch.dtype) -> None:
-        super().__init__(host, length, dtype)
-        self._disk = disk
+    def __init__(
+        self, offload_file: OffloadFile, host_manager: HostOffloadManager, numel: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(host_manager, numel, dtype)
+        self._disk = offload_file
         self._states: OptimizerStateDict = lambda _: {}
         self._slices: list[tuple[nn.Parameter, slice]] = []
         self._committed: OffloadFileRange | None = None
@@ -227,15 +229,18 @@ class FileShard(HostShard):
         self._reading: Future[None] | None = None
         self.is_loaded = True
 
-    def set_slices(
-        self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected_state_bytes: int
+    def set_param_slices(
+        self,
+        param_slices: Sequence[tuple[nn.Parameter, slice]],
+        optimizer_states: OptimizerStateDict,
+        expected_state_bytes: int,
     ) -> None:
         """Assign parameter slices to this shard, and write their master weights and optimizer states to the file.
 
         Args:
             expected_state_bytes: Expected size of the optimizer states in bytes.
         """
-        self._slices, self._states = list(slices), states
+        self._slices, self._states = list(param_slices), optimizer_states
         if self._disk.error is not None:
             return
         try:
@@ -253,16 +258,16 @@ class FileShard(HostShard):
         self.write_back()
 
     @property
-    def bytes_in_file(self) -> int:
+    def num_bytes_in_file(self) -> int:
         return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
     def start_loading(self) -> None:
         """Start reading the master weights and optimizer states of this shard from the file."""
         if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
-        size = self._committed.record.num_bytes
+        size = self._committed.layout.num_bytes
         self._buffer = self._disk.acquire_buffer(size)
-        self._reading = self._disk.start_read(self._committed.at, self._buffer[:size])
+        self._reading = self._disk.start_read(self._committed.offset, self._buffer[:size])
 
     def load(self) -> bool:
         """Read the master weights and optimizer states from the file, and return whether this succeeded.
@@ -282,7 +287,7 @@ class FileShard(HostShard):
             return False
         self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
         for (index, name, *_), view in zip(
-            self._committed.record.fields, self._committed.record.split_buffer(self._buffer), strict=True
+            self._committed.layout.fields, self._committed.layout.split_buffer(self._buffer), strict=True
         ):
             if index < 0:
                 self.values = view
@@ -303,10 +308,10 @@ class FileShard(HostShard):
         except OSError as error:
             self._disk.error = self._disk.error or error
         if self._disk.error is None and self._other is not None:
-            self._other.record, self._is_written = record, True
+            self._other.layout, self._is_written = record, True
             buffer, self._buffer = self._buffer, None
-            self._disk.start_write(self._other.at, tensors, buffer)
-        self.discard()
+            self._disk.start_write(self._other.offset, tensors, buffer)
+        self.release()
 
     def _get_layout_and_tensors(self) -> tuple[OffloadFileLayout, list[Tensor]]:
         record, tensors = OffloadFileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
@@ -317,9 +322,9 @@ class FileShard(HostShard):
                     tensors.append(x.contiguous())
         return record, tensors
 
-    def discard(self, *, keeps_memory: bool = False) -> None:
+    def release(self, *, keep_memory: bool = False) -> None:
         self.wait()
-        if self._buffer is not None and not keeps_memory:
+        if self._buffer is not None and not keep_memory:
             self._disk.release_buffer(self._buffer)
         self._buffer, self.is_loaded = None, False
         self.values = _IN_FILE.to(self.dtype)
@@ -337,7 +342,7 @@ class FileShard(HostShard):
     def roll_back(self) -> None:
         """Restore the previous version of the shard, including the optimizer states that are not in the file."""
         if self.is_loaded:
-            self.discard()
+            self.release()
         for (value, _), small in zip(self._slices, self._small, strict=False):
             state = self._states(value)
             state.clear()
@@ -352,5 +357,5 @@ class FileShard(HostShard):
             self.commit()
 
 
-def _is_stored_in_file(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and x.device.type == "cpu"
+def _is_stored_in_file(state_value: Any) -> bool:
+    return isinstance(state_value, Tensor) and state_value.dim() > 0 and state_value.device.type == "cpu"

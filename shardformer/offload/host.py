@@ -28,17 +28,17 @@ MAX_LOGGED_COPIES = 4096
 
 
 @dataclass(frozen=True)
-class FinishedCopy:
+class CompletedCopy:
     """The direction, size, begin time and end time of a completed copy between host and device.
 
-    Times are in seconds of ``time.perf_counter``. On a GPU, ``begin`` is 0, because GPU events have no common clock
-    with the host.
+    Times are in seconds of ``time.perf_counter``. On a GPU, ``start_time`` is 0, because GPU events have no common
+    clock with the host.
     """
 
-    way: str
-    size: int
-    begin: float
-    end: float
+    direction: str
+    num_bytes: int
+    start_time: float
+    end_time: float
 
 
 class AsyncCopy:
@@ -52,18 +52,18 @@ class AsyncCopy:
         self,
         target: Tensor,
         source: Tensor,
-        wait: Callable[[], Any],
-        finish: Callable[[], Any],
-        is_done: Callable[[], bool],
+        wait_fn: Callable[[], Any],
+        block_fn: Callable[[], Any],
+        is_done_fn: Callable[[], bool],
     ) -> None:
         self._out, self._read = target, [source]
-        self._wait, self._finish, self._is_done = wait, finish, is_done
+        self._wait, self._finish, self._is_done = wait_fn, block_fn, is_done_fn
 
     def wait(self) -> Tensor:
         self._wait()
         return self._out
 
-    def block_until_done(self) -> Tensor:
+    def synchronize(self) -> Tensor:
         self._finish()
         self._read.clear()
         return self._out
@@ -87,7 +87,7 @@ class HostDeviceCopier:
 
     def __init__(self, device: torch.device, *, bandwidth: float | None = None) -> None:
         self.device, self._bandwidth = device, bandwidth
-        self.log: deque[FinishedCopy] = deque(maxlen=MAX_LOGGED_COPIES)
+        self.log: deque[CompletedCopy] = deque(maxlen=MAX_LOGGED_COPIES)
         self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=MAX_LOGGED_COPIES)  # GPU events, read on demand
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
@@ -107,24 +107,26 @@ class HostDeviceCopier:
         """Start copying a tensor to the device. The tensor must not change until the copy is complete."""
         return self._start_copy(HOST_TO_DEVICE, target, source)
 
-    def measure_bandwidth(self, direction: str) -> float | None:
+    def get_measured_bandwidth(self, direction: str) -> float | None:
         """Return the measured bytes per second in one direction, or None before the first copy."""
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
-            self.log.append(FinishedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
-        done = [copied for copied in list(self.log) if copied.way == direction]  # copy of the log: threads append to it
-        seconds = sum(copied.end - copied.begin for copied in done)
-        return sum(copied.size for copied in done) / seconds if seconds else None
+            self.log.append(CompletedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
+        done = [
+            copied for copied in list(self.log) if copied.direction == direction
+        ]  # copy of the log: threads append to it
+        seconds = sum(copied.end_time - copied.start_time for copied in done)
+        return sum(copied.num_bytes for copied in done) / seconds if seconds else None
 
     def _start_copy(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
         source = source.detach()
         return (
-            self._start_on_stream(direction, target, source)
+            self._start_copy_on_stream(direction, target, source)
             if self._is_cuda
-            else self._start_on_thread(direction, target, source)
+            else self._start_copy_on_thread(direction, target, source)
         )
 
-    def _start_on_thread(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_copy_on_thread(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
         if not has_data(source):  # fake tensors; threads cannot trace concurrently
             target.copy_(source)
             return AsyncCopy(target, source, bool, bool, lambda: True)
@@ -136,9 +138,9 @@ class HostDeviceCopier:
         target.copy_(source)
         if self._bandwidth is not None:
             time.sleep(max(0.0, begin + source.nbytes / self._bandwidth - time.perf_counter()))
-        self.log.append(FinishedCopy(direction, source.nbytes, begin, time.perf_counter()))
+        self.log.append(CompletedCopy(direction, source.nbytes, begin, time.perf_counter()))
 
-    def _start_on_stream(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_copy_on_stream(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
         stream, on_device = self._streams[direction], source if direction == DEVICE_TO_HOST else target
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -149,11 +151,15 @@ class HostDeviceCopier:
         on_device.record_stream(stream)
         self._timed.append((direction, source.nbytes, begin, end))
 
-        def wait() -> None:
+        def wait_on_current_stream() -> None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
         return AsyncCopy(
-            target, source, end.synchronize if direction == DEVICE_TO_HOST else wait, end.synchronize, end.query
+            target,
+            source,
+            end.synchronize if direction == DEVICE_TO_HOST else wait_on_current_stream,
+            end.synchronize,
+            end.query,
         )
 
 
@@ -234,20 +240,20 @@ MAX_COPIES_IN_FLIGHT = 4
 class HostOffloadManager:
     """Manages host memory for offloaded shards, and copies tensors between the device and the host."""
 
-    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlap: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
-        self._most = MAX_COPIES_IN_FLIGHT if overlaps else 0
+        self._most = MAX_COPIES_IN_FLIGHT if overlap else 0
         self._under_way: deque[AsyncCopy] = deque()
         self._threads = config.threads
         if config.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _get_local_world_size())
 
-    def copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_grad_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start copying a gradient to the host. If too many copies are in progress, wait for an earlier one."""
         copy = self.link.start_copy_to_host(target, source)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
-            self._under_way.popleft().block_until_done()
+            self._under_way.popleft().synchronize()
         return copy
 
     def create_shard(self, numel: int, dtype: torch.dtype) -> HostShard:
@@ -290,11 +296,11 @@ class MasterWeightStore:
     def evict(self) -> None:
         """Save the updated master weights, and free their memory until the next optimizer step."""
 
-    def discard(self, *, keeps_memory: bool = False) -> None:
+    def release(self, *, keep_memory: bool = False) -> None:
         """Free the memory of the master weights without saving them, because they did not change.
 
         Args:
-            keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
+            keep_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
         """
 
     def write_back(self) -> None:
@@ -309,24 +315,24 @@ class HostShard(MasterWeightStore):
         dtype: Dtype of the master weights and the gradients.
     """
 
-    def __init__(self, host: HostOffloadManager, length: int, dtype: torch.dtype) -> None:
-        self.host, self.length, self.dtype = host, length, dtype
-        self.values = host.link.allocate_on_host(length, dtype).zero_()
+    def __init__(self, host_manager: HostOffloadManager, numel: int, dtype: torch.dtype) -> None:
+        self.host, self.length, self.dtype = host_manager, numel, dtype
+        self.values = host_manager.link.allocate_on_host(numel, dtype).zero_()
         self._sum: Tensor | None = None
         self._has_sum = False
         self._staging: Tensor | None = None
         self._arriving: tuple[AsyncCopy, float] | None = None
         self._leaving: AsyncCopy | None = None
 
-    def list_host_tensors(self) -> list[Tensor]:
+    def get_host_tensors(self) -> list[Tensor]:
         """Return the tensors in host memory that only this shard uses."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
-    def accumulate_gradients(self, reduced_grads: Tensor, loss_scale: float) -> None:
+    def accumulate_reduced_grads(self, reduced_grads: Tensor, loss_scale: float) -> None:
         """Start copying reduced gradients to the host, to unscale and accumulate them there."""
         self._accumulate_copied_grads()
         self._arriving = (
-            self.host.copy_to_host(self._get_staging_buffer(reduced_grads.dtype), reduced_grads),
+            self.host.start_grad_copy_to_host(self._get_staging_buffer(reduced_grads.dtype), reduced_grads),
             loss_scale,
         )
 
@@ -339,7 +345,7 @@ class HostShard(MasterWeightStore):
         if self._arriving is None:
             return
         (copy, scale), self._arriving = self._arriving, None
-        part = copy.block_until_done()
+        part = copy.synchronize()
         if self._sum is None:
             self._sum = self.host.link.allocate_on_host(part.numel(), self.dtype)
         if scale != 1:
@@ -348,17 +354,17 @@ class HostShard(MasterWeightStore):
         self._has_sum = True
 
     @property
-    def sum(self) -> Tensor | None:
+    def reduced_grads(self) -> Tensor | None:
         """The reduced gradients in host memory, or None if there are none. Reading it waits for running copies."""
         self._accumulate_copied_grads()
         return self._sum if self._has_sum else None
 
-    def clear_gradients(self) -> None:
+    def clear_grads(self) -> None:
         """Discard the accumulated gradients of this shard."""
         self._accumulate_copied_grads()
         self._has_sum = False
 
-    def copy_to_device(self, local_params: Tensor) -> AsyncCopy:
+    def start_copy_to_device(self, local_params: Tensor) -> AsyncCopy:
         """Start copying the master weights into ``local_params``, this rank's parameter shard on the device.
 
         The master weights must not change until ``wait`` returns.
@@ -375,5 +381,5 @@ class HostShard(MasterWeightStore):
     def wait(self) -> None:
         """Wait until the master weights are copied to the device, so that they can be overwritten."""
         if self._leaving is not None:
-            self._leaving.block_until_done()
+            self._leaving.synchronize()
             self._leaving = None

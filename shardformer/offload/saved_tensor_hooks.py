@@ -35,9 +35,9 @@ class SavedTensorHooks:
     """
 
     def __init__(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], *, goes_first: bool = False
+        self, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor], *, run_first: bool = False
     ) -> None:
-        self._pack, self._unpack, self._goes_first = pack, unpack, goes_first
+        self._pack, self._unpack, self._goes_first = pack_hook, unpack_hook, run_first
         self._asked: list[SavedTensorHooks] = []
         self._untraced: HookPair | None = None
         self.is_entered = False
@@ -69,31 +69,32 @@ class SavedTensorHooks:
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
 
-    def pack(self, x: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
+    def pack(self, tensor: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
         for hooks in self._asked:
-            if hooks.is_entered and (packed := hooks._pack(x)) is not None:
+            if hooks.is_entered and (packed := hooks._pack(tensor)) is not None:
                 return hooks._unpack, packed
         # a node that saves its own output must not keep a reference to itself
-        return _unpack_and_check_version, (x if x.grad_fn is None else x.detach(), x._version)
+        return _unpack_and_check_version, (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
-    def unpack(self, saved: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
-        unpack, packed = saved
+    def unpack(self, packed_tensor: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
+        unpack, packed = packed_tensor
         return unpack(packed)
 
 
-def has_foreign_saved_tensor_hooks() -> bool:
+def has_external_saved_tensor_hooks() -> bool:
     """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
     top = torch_compat.get_innermost_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
 
 
-def check_tensor_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
+def check_tensor_version(tensor: Tensor, saved_version: int, saved_shape: torch.Size | None = None) -> None:
     """Raise the same RuntimeError as autograd if a saved tensor was modified in place."""
-    if x._version != version:
+    if tensor._version != saved_version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(x.shape if shape is None else shape)} is at version {x._version}; "
-            f"expected version {version} instead"
+            f"a tensor of shape {tuple(tensor.shape if saved_shape is None else saved_shape)} is at version "
+            f"{tensor._version}; "
+            f"expected version {saved_version} instead"
         )
 
 
@@ -103,8 +104,8 @@ def _unpack_and_check_version(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-def _get_hooks_object(pair: HookPair | None) -> SavedTensorHooks | None:
-    hooks = None if pair is None else getattr(unwrap(pair[0]), "__self__", None)
+def _get_hooks_object(hook_pair: HookPair | None) -> SavedTensorHooks | None:
+    hooks = None if hook_pair is None else getattr(unwrap(hook_pair[0]), "__self__", None)
     return hooks if isinstance(hooks, SavedTensorHooks) else None
 
 
@@ -112,8 +113,8 @@ ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "
 """Kinds of bytes on the device: not moved, being copied to the host, sharded, or fetched for the backward pass."""
 
 
-def _format_bandwidth(value: float | None) -> str:
-    return "not measured" if value is None else f"{value / 1e9:.2f} GB/s"
+def _format_bandwidth(bytes_per_second: float | None) -> str:
+    return "not measured" if bytes_per_second is None else f"{bytes_per_second / 1e9:.2f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,12 @@ class ActivationByteCounter:
     def device_bytes(self) -> int:
         return self.now.total()
 
-    def add_device_bytes(self, kind: str, size: int) -> None:
-        self.now[kind] += size
+    def add_device_bytes(self, memory_kind: str, num_bytes: int) -> None:
+        self.now[memory_kind] += num_bytes
         self.most = max(self.most, self.device_bytes)
 
-    def add_host_bytes(self, size: int) -> None:
-        self.host += size
+    def add_host_bytes(self, num_bytes: int) -> None:
+        self.host += num_bytes
         self.most_host = max(self.most_host, self.host)
 
     def reset_peaks(self) -> None:
@@ -172,11 +173,11 @@ class ForwardRecord:
     """The tensor storages that autograd saved during one forward pass, in the order of saving.
 
     Args:
-        fetched: All storages from this index on were fetched or are being fetched.
+        num_fetched: All storages from this index on were fetched or are being fetched.
     """
 
-    order: list[ReferenceType[SavedStorage]] = field(default_factory=list)
-    fetched: int = 0
+    saved_storages: list[ReferenceType[SavedStorage]] = field(default_factory=list)
+    num_fetched: int = 0
 
 
 class SavedStorage:
@@ -196,14 +197,16 @@ class SavedStorage:
         is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
-    def __init__(self, counter: ActivationByteCounter, x: Tensor, start: int, end: int) -> None:
-        storage = x.untyped_storage()
+    def __init__(self, counter: ActivationByteCounter, tensor: Tensor, start_byte: int, end_byte: int) -> None:
+        storage = tensor.untyped_storage()
         with torch.no_grad():
-            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
-            self.version_tensor = x.detach()
-            self.version_tensor.data = torch.empty(0, dtype=x.dtype, device=x.device)
-        self.counter, self.source, self.version = counter, StorageWeakRef(storage), x._version
-        self.size, self.start, self.base, self.name = len(data), start, 0, ""
+            data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+                storage, start_byte, (end_byte - start_byte,), (1,)
+            )
+            self.version_tensor = tensor.detach()
+            self.version_tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.counter, self.source, self.version = counter, StorageWeakRef(storage), tensor._version
+        self.size, self.start, self.base, self.name = len(data), start_byte, 0, ""
         self.data: Tensor | None = data
         self.number: Tensor | None = None
         self.host: Tensor | None = None
@@ -214,21 +217,21 @@ class SavedStorage:
         self._counted = {ON_DEVICE: 0, COPYING_TO_HOST: 0, PARTITIONED: 0, FETCHED: 0}
         self.add_device_bytes(ON_DEVICE, self.size)
 
-    def add_device_bytes(self, kind: str, size: int) -> None:
-        """Count ``size`` more bytes on the device as ``kind``, for this storage and for the model."""
-        self._counted[kind] += size
-        self.counter.add_device_bytes(kind, size)
+    def add_device_bytes(self, memory_kind: str, num_bytes: int) -> None:
+        """Count ``num_bytes`` more bytes on the device as ``memory_kind``, for this storage and for the model."""
+        self._counted[memory_kind] += num_bytes
+        self.counter.add_device_bytes(memory_kind, num_bytes)
 
-    def set_data_kind(self, kind: str) -> None:
+    def set_memory_kind(self, memory_kind: str) -> None:
         """Change how the bytes on the device are counted, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.add_device_bytes(was, -self._counted[was])
-        self.add_device_bytes(kind, size)
+        self.add_device_bytes(memory_kind, size)
 
-    def keep_count_after_deletion(self, kind: str, size: int) -> None:
-        """Keep ``size`` bytes in the memory count of the model even after this storage is deleted."""
-        self._counted[kind] -= size
+    def keep_count_after_deletion(self, memory_kind: str, num_bytes: int) -> None:
+        """Keep ``num_bytes`` bytes in the memory count of the model even after this storage is deleted."""
+        self._counted[memory_kind] -= num_bytes
 
     @property
     def is_sharded(self) -> bool:
@@ -255,12 +258,12 @@ class SavedTensorHandle:
 
     __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, stored: SavedStorage, graph: ForwardRecord, x: Tensor) -> None:
-        self.stored, self.graph, self.place = stored, graph, len(graph.order)
-        self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
-        self.offset = x.storage_offset() * x.element_size()
-        graph.order.append(ReferenceType(stored))
-        stored.unread_handles.add(id(self))
+    def __init__(self, saved_storage: SavedStorage, forward_record: ForwardRecord, tensor: Tensor) -> None:
+        self.stored, self.graph, self.place = saved_storage, forward_record, len(forward_record.saved_storages)
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.offset = tensor.storage_offset() * tensor.element_size()
+        forward_record.saved_storages.append(ReferenceType(saved_storage))
+        saved_storage.unread_handles.add(id(self))
 
     def restore_tensor(self, storage: Tensor, base_offset: int) -> Tensor:
         """Restore the saved tensor as a view of a copy of its storage, which begins at byte ``base_offset``."""
@@ -272,14 +275,14 @@ class SavedTensorHandle:
         self.stored.unread_handles.discard(id(self))
 
 
-def get_byte_range_in_storage(x: Tensor) -> tuple[int, int]:
+def get_byte_range_in_storage(tensor: Tensor) -> tuple[int, int]:
     """Return the range of bytes (start, end) that a tensor uses in its storage."""
-    start = int(x.storage_offset())
-    last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
-    return start * x.element_size(), (last + 1) * x.element_size()
+    start = int(tensor.storage_offset())
+    last = start + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def is_non_overlapping_and_dense(x: Tensor) -> bool:
+def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     """Return whether a tensor uses a contiguous range of its storage without gaps or repeated elements."""
-    start, end = get_byte_range_in_storage(x)
-    return end - start == x.nbytes and 0 not in x.stride()
+    start, end = get_byte_range_in_storage(tensor)
+    return end - start == tensor.nbytes and 0 not in tensor.stride()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.collectives import all_gather, all_gather_numbers, all_reduce
+from shardformer.comm.collectives import all_gather, all_gather_ints, all_reduce
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.gradient_accumulation.label_tracing import LabelTracer
 from shardformer.gradient_accumulation.micro_batch_loss import (
@@ -38,7 +38,7 @@ from shardformer.gradient_accumulation.micro_batches import Ids, get_batch_size,
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn
 from shardformer.pipeline.stage_forward import StageForward
-from shardformer.random_state import fork_random_state
+from shardformer.random_state import fork_rng
 from shardformer.torch_compat import disable_current_modes, is_compiled
 
 # A, B: two groups of samples; AB: both as one batch
@@ -77,20 +77,20 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
         raise GatherInTrialError
     if context.data.size == 1:
         return x
-    lengths = [row[0] for row in all_gather_numbers([len(x)], context.data)]
+    lengths = [row[0] for row in all_gather_ints([len(x)], context.data)]
     gathered: Tensor = _GatherSamples.apply(x, context.data, lengths)
     return gathered
 
 
 class _GatherSamples(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, lengths: list[int]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, lengths: list[int]) -> Tensor:
         ctx.axis, ctx.lengths = axis, lengths
-        return all_gather(x.detach(), axis, 0, lengths=lengths, purpose="samples").clone()
+        return all_gather(tensor.detach(), axis, 0, lengths=lengths, purpose="samples").clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         summed = all_reduce(grad.contiguous().clone(), ctx.axis, purpose="samples")
         begin = sum(ctx.lengths[: ctx.axis.rank])
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
@@ -127,33 +127,33 @@ class LossTrial:
 
     Args:
         parts: the two groups of samples, A and B.
-        both: AB, the two groups as one batch.
+        joint_batch: AB, the two groups as one batch.
         sizes: numbers of samples in A and B.
-        uses_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
-        rejects_unknown: whether the step rejects losses whose label counts are unknown.
+        weight_by_label_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
+        reject_unknown_counts: whether the step rejects losses whose label counts are unknown.
     """
 
     parts: Sequence[Batch]
-    both: Batch
+    joint_batch: Batch
     sizes: Sequence[int]
-    uses_counts: bool
-    rejects_unknown: bool
+    weight_by_label_counts: bool
+    reject_unknown_counts: bool
 
-    def list_micro_batches(self, data_rank: int) -> list[Batch]:
+    def get_trial_micro_batches(self, data_rank: int) -> list[Batch]:
         """Return the six micro-batches whose losses show whether the loss compares samples.
 
         They are A, B, A, B, AB, and again A on the first data rank or B on others. The first two have weighted losses.
         """
-        return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
+        return [*self.parts, *self.parts, self.joint_batch, self.parts[min(data_rank, 1)]]
 
-    def classify_losses(self, losses: Sequence[float], *, data_rank: int, eps: float) -> LossTrialResult:
+    def classify_losses(self, trial_losses: Sequence[float], *, data_rank: int, eps: float) -> LossTrialResult:
         """Decide from the losses of the micro-batches whether the loss function compares samples.
 
         Args:
-            losses: weighted A plus weighted B, A, B, AB, and the repetition.
+            trial_losses: weighted A plus weighted B, A, B, AB, and the repetition.
             eps: machine epsilon of the model's dtype.
         """
-        weighted, first, second, both, repeated = losses
+        weighted, first, second, both, repeated = trial_losses
         if not all(map(math.isfinite, (first, second, both, repeated))):
             return LossTrialResult.INCONCLUSIVE
         tolerance = ABSOLUTE + max(RELATIVE, DTYPE_ROUNDINGS * eps) * max(map(abs, (first, second, both)))
@@ -161,7 +161,7 @@ class LossTrial:
             return LossTrialResult.NOT_REPEATABLE
         if math.isfinite(weighted):
             return LossTrialResult.INDEPENDENT if abs(weighted - both) <= tolerance else LossTrialResult.COMPARES
-        if self.rejects_unknown:
+        if self.reject_unknown_counts:
             return LossTrialResult.INCONCLUSIVE
         return (
             LossTrialResult.INDEPENDENT
@@ -172,32 +172,32 @@ class LossTrial:
 
 def make_loss_trial(
     batch: Batch,
-    main_input: str | None,
+    main_input_name: str | None,
     special_token_ids: Ids,
     *,
-    needs_full_samples: bool,
-    uses_counts: bool,
-    rejects_unknown: bool,
+    require_full_samples: bool,
+    weight_by_label_counts: bool,
+    reject_unknown_counts: bool,
 ) -> LossTrial | None:
     """Create a ``LossTrial`` from the first samples of a batch, or return None if the batch cannot be split.
 
     Args:
-        main_input, special_token_ids: as in ``split_batch``.
-        needs_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches may
-            run.
-        uses_counts, rejects_unknown: as in ``LossTrial``.
+        main_input_name, special_token_ids: as in ``split_batch``.
+        require_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches
+            may run.
+        weight_by_label_counts, reject_unknown_counts: as in ``LossTrial``.
     """
     try:
-        size = get_batch_size(batch, main_input)
+        size = get_batch_size(batch, main_input_name)
         each = min(SAMPLES_PER_PART, size // 2)
-        if each == SAMPLES_PER_PART or (each and not needs_full_samples):
+        if each == SAMPLES_PER_PART or (each and not require_full_samples):
             cuts = [each, each, size - 2 * each]
-            first, second = split_batch(batch, [n for n in cuts if n], main_input, special_token_ids)[:2]
-            both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main_input, special_token_ids)[0]
-            return LossTrial([first, second], both, [each, each], uses_counts, rejects_unknown)
-        if size and not needs_full_samples:
+            first, second = split_batch(batch, [n for n in cuts if n], main_input_name, special_token_ids)[:2]
+            both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main_input_name, special_token_ids)[0]
+            return LossTrial([first, second], both, [each, each], weight_by_label_counts, reject_unknown_counts)
+        if size and not require_full_samples:
             both = merge_micro_batch_outputs([batch, batch], [size, size])
-            return LossTrial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
+            return LossTrial([batch, batch], both, [size, size], weight_by_label_counts, reject_unknown_counts)
     except ShardFormerError:
         pass
     return None
@@ -207,29 +207,31 @@ class LossTrialOutputs(LastStageOutputs):
     """Collects the losses of a ``LossTrial``, and ignores errors of the loss function."""
 
     def __init__(
-        self, trial: LossTrial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
+        self, trial: LossTrial, micro_batches: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
     ) -> None:
-        self._trial_weights = _DeferredErrorLossWeights(trial.parts, trial.sizes) if trial.uses_counts else None
-        super().__init__(parts, [1] * len(parts), stage_forward, self._trial_weights, loss_fn)
-        self._losses_seen = [math.nan] * len(parts)
+        self._trial_weights = (
+            _DeferredErrorLossScaler(trial.parts, trial.sizes) if trial.weight_by_label_counts else None
+        )
+        super().__init__(micro_batches, [1] * len(micro_batches), stage_forward, self._trial_weights, loss_fn)
+        self._losses_seen = [math.nan] * len(micro_batches)
         self.has_gathered = False
 
-    def begin_loss_recording(self, micro_batch: int) -> None:
-        if micro_batch < 2:
-            super().begin_loss_recording(micro_batch)
+    def start_loss_recording(self, micro_batch_index: int) -> None:
+        if micro_batch_index < 2:
+            super().start_loss_recording(micro_batch_index)
 
-    def store_output(self, micro_batch: int, output: Any) -> None:
+    def store_output(self, micro_batch_index: int, output: Any) -> None:
         token = IN_TRIAL.set(True)
         try:
-            loss = self._extract_loss(output, self._parts[micro_batch])
+            loss = self._extract_loss(output, self._parts[micro_batch_index])
             self.stop_loss_recording()
-            if micro_batch < 2:
+            if micro_batch_index < 2:
                 loss = (
                     loss * math.nan
                     if self._trial_weights is None
-                    else self._trial_weights.scale_loss(micro_batch, loss)
+                    else self._trial_weights.scale_loss(micro_batch_index, loss)
                 )
-            self._losses_seen[micro_batch] = float(loss)
+            self._losses_seen[micro_batch_index] = float(loss)
         except GatherInTrialError:
             self.has_gathered = True
         except Exception:  # no error, no finding
@@ -238,7 +240,7 @@ class LossTrialOutputs(LastStageOutputs):
             IN_TRIAL.reset(token)
             self.stop_loss_recording()
 
-    def list_losses(self) -> list[float]:
+    def get_trial_losses(self) -> list[float]:
         """Return the collected losses in the order that ``LossTrial.classify_losses`` expects."""
         try:
             if self._trial_weights is not None:
@@ -248,27 +250,27 @@ class LossTrialOutputs(LastStageOutputs):
         return [self._losses_seen[0] + self._losses_seen[1], *self._losses_seen[2:]]
 
 
-class _DeferredErrorLossWeights(MicroBatchLossScaler):
+class _DeferredErrorLossScaler(MicroBatchLossScaler):
     """Scales the losses of micro-batches, and defers errors to the end of the model's forward pass."""
 
     _first_error: Exception | None = None
 
-    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
+    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossCall) -> Tensor:
         if self._first_error is None:
             try:
-                return super().record_loss(index, trace, call)
+                return super().record_loss(micro_batch_index, label_tracer, loss_call)
             except Exception as problem:
                 self._first_error = problem
-        return call.compute_loss()
+        return loss_call.compute_loss()
 
-    def scale_loss(self, index: int, loss: Tensor) -> Tensor:
+    def scale_loss(self, micro_batch_index: int, loss: Tensor) -> Tensor:
         if self._first_error is not None:
             raise self._first_error
-        return super().scale_loss(index, loss)
+        return super().scale_loss(micro_batch_index, loss)
 
 
 @contextmanager
-def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+def restore_model_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
     """Restore the random state, buffers and attributes of a model after the ``with`` block.
 
     Disables the forward hooks that the user registered. Yields a list, which on exit contains the modules that wrote to
@@ -286,7 +288,7 @@ def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list
             for number in [number for number, hook in registered.items() if _is_user_hook(hook)]:
                 del each[number]
         # recorders must not record the trial
-        with torch.no_grad(), fork_random_state(device), eager, disable_current_modes():
+        with torch.no_grad(), fork_rng(device), eager, disable_current_modes():
             yield buffer_writers
     finally:
         for each, registered in hooks:
@@ -312,46 +314,54 @@ def _is_user_hook(hook: Any) -> bool:
     return root != package and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
-def warn_about_batch_norm_statistics(how_divided: str) -> None:
+def warn_about_batch_norm_statistics(batch_division: str) -> None:
     """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
-        f"The batch is divided {how_divided}, and BatchNorm normalizes each part with its own statistics, so results "
+        f"The batch is divided {batch_division}, and BatchNorm normalizes each part with its own statistics, so "
+        "results "
         "differ from training on one device. Use GroupNorm or LayerNorm, put BatchNorm into eval mode, or use "
         "torch.nn.SyncBatchNorm with one micro-batch. See docs/engine.md",
         stacklevel=3,
     )
 
 
-def raise_or_warn_if_loss_compares(
-    results: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
+def check_loss_trial_results(
+    trial_results: Sequence[int],
+    batch_division: str,
+    require_exact_loss: bool,
+    allow_gather: bool,
+    is_only_batch_norm: bool,
 ) -> None:
     """Raise ConfigError or warn if the loss compares samples in different micro-batches or on different data ranks.
 
     Args:
-        results: findings of all ranks.
-        division: how the batch is divided, as part of a sentence.
-        is_exact: whether the loss must equal that of the full batch: the user did not choose a mean of the parts.
-        allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
-        only_normalizes: whether samples interact only in training mode, by batch statistics.
+        trial_results: findings of all ranks.
+        batch_division: how the batch is divided, as part of a sentence.
+        require_exact_loss: whether the loss must equal that of the full batch: the user did not choose a mean of the
+            parts.
+        allow_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
+        is_only_batch_norm: whether samples interact only in training mode, by batch statistics.
     """
-    is_gathered = LossTrialResult.GATHERS in results
-    if (is_gathered and allows_gather) or not (is_gathered or LossTrialResult.COMPARES in results):
+    is_gathered = LossTrialResult.GATHERS in trial_results
+    if (is_gathered and allow_gather) or not (is_gathered or LossTrialResult.COMPARES in trial_results):
         return
-    if only_normalizes and is_exact:
-        warn_about_batch_norm_statistics(division)
-    if only_normalizes:
+    if is_only_batch_norm and require_exact_loss:
+        warn_about_batch_norm_statistics(batch_division)
+    if is_only_batch_norm:
         return
     how = "the loss of four samples differs from the losses of two and two"
     if is_gathered:
         how = "it gathers samples of other data ranks, but a micro-batch contains only some of them"
-    if is_exact:
+    if require_exact_loss:
         raise ConfigError(
-            f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}.",
+            f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
+            f"{batch_division}.",
             remedy="Use one micro-batch and gather_over_data in loss_fn, or average the losses of the parts with "
             "loss_weight or, for data ranks, ParallelConfig(average_loss_over='ranks').",
         )
     warnings.warn(
-        f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}, so "
+        f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
+        f"{batch_division}, so "
         "results differ from training on one device. Use one micro-batch, and "
         "shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
         stacklevel=2,

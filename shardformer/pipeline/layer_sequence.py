@@ -25,18 +25,21 @@ from shardformer.public_names import deprecate_renamed_arguments
 Record = TypeVar("Record", bound=Any)
 
 
-def prepend_to_module_paths(record: Record, path: str, *fields: str) -> Record:
-    """Prepend ``path`` to the module paths in some fields of a dataclass, and return the copy.
+def prepend_path_to_fields(dataclass_instance: Record, path_prefix: str, *field_names: str) -> Record:
+    """Prepend ``path_prefix`` to the module paths in some fields of a dataclass, and return the copy.
 
     Removes a trailing ``?`` from these paths.
     """
-    return replace(record, **{field: _prepend_path(path, getattr(record, field)) for field in fields})
+    return replace(
+        dataclass_instance,
+        **{field: _prepend_path(path_prefix, getattr(dataclass_instance, field)) for field in field_names},
+    )
 
 
-def _prepend_path(prefix: str, paths: Any) -> Any:
+def _prepend_path(path_prefix: str, paths: Any) -> Any:
     if isinstance(paths, str):
-        return ".".join(part for part in (prefix, paths.rstrip("?")) if part)
-    return paths and tuple(_prepend_path(prefix, each) for each in paths)
+        return ".".join(part for part in (path_prefix, paths.rstrip("?")) if part)
+    return paths and tuple(_prepend_path(path_prefix, each) for each in paths)
 
 
 @deprecate_renamed_arguments(
@@ -136,11 +139,13 @@ class StackDescription:
     stages: PipelineHints = PipelineHints()
     sequence: SequenceParallelHints = SequenceParallelHints()
 
-    def with_path_prefix(self, path: str) -> StackDescription:
-        """Return a copy with ``path`` prepended to all paths, for a model that is part of a larger model."""
-        own = prepend_to_module_paths(self, path, "layers", "final_norm", "layer_calls")
-        stages = prepend_to_module_paths(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
-        context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
+    def with_path_prefix(self, path_prefix: str) -> StackDescription:
+        """Return a copy with ``path_prefix`` prepended to all paths, for a model that is part of a larger model."""
+        own = prepend_path_to_fields(self, path_prefix, "layers", "final_norm", "layer_calls")
+        stages = prepend_path_to_fields(
+            self.stages, path_prefix, "with_first_layer", "with_last_layer", "on_every_stage"
+        )
+        context = self.context and (_prepend_path(path_prefix, self.context[0]), self.context[1])
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, model_layout: ActivationLayout) -> ActivationLayout:
@@ -156,15 +161,17 @@ class StackDescription:
         return replace(model_layout, shards=tuple(shards))
 
     @property
-    def repeats_layers(self) -> bool:
+    def has_repeated_layers(self) -> bool:
         """Whether any layer is called more than once."""
         return len(set(self.layer_calls)) < len(self.layer_calls)
 
 
-def _list_layer_paths(layers: nn.Module, path: str) -> tuple[str, ...]:
+def _get_layer_paths(layers: nn.Module, module_list_path: str) -> tuple[str, ...]:
     """Return the path of each layer in a ModuleList. A layer that occurs twice has the path of its first occurrence."""
     first: dict[int, str] = {}
-    return tuple(first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None)
+    return tuple(
+        first.setdefault(id(m), f"{module_list_path}.{name}") for name, m in layers._modules.items() if m is not None
+    )
 
 
 LayerRange = range
@@ -182,7 +189,7 @@ class LayerSequence:
         """Combine encoder, decoder and other stacks of layers into one sequence. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
-            layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
+            layers = _get_layer_paths(model.get_submodule(stack.layers), stack.layers)
             if calls := stack.layer_calls or layers:
                 found.append(replace(stack, layer_calls=calls, context=stack.context if at else None))
         return cls(tuple(found))
@@ -192,29 +199,29 @@ class LayerSequence:
         return tuple(chain.from_iterable(s.layer_calls for s in self.stacks))
 
     @property
-    def stack_starts(self) -> tuple[int, ...]:
+    def stack_start_indices(self) -> tuple[int, ...]:
         """The index at which each stack of layers, such as encoder or decoder, begins."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
-    def find_stack_index(self, layer: int) -> int:
-        """Return the index of the stack, such as encoder or decoder, that contains layer number ``layer``."""
-        return max(i for i, start in enumerate(self.stack_starts) if start <= layer)
+    def find_stack_index(self, layer_index: int) -> int:
+        """Return the index of the stack, such as encoder or decoder, that contains layer number ``layer_index``."""
+        return max(i for i, start in enumerate(self.stack_start_indices) if start <= layer_index)
 
-    def list_received_activations(self, layer: int) -> tuple[str, ...]:
-        """Return the names of the activations that a pipeline stage receives if its first layer is ``layer``."""
-        if layer == 0:
+    def get_received_activation_names(self, layer_index: int) -> tuple[str, ...]:
+        """Return the names of the activations that a pipeline stage receives if its first layer is ``layer_index``."""
+        if layer_index == 0:
             return ()
-        index = self.find_stack_index(layer)
+        index = self.find_stack_index(layer_index)
         has_context = index > 0 and self.stacks[index].context is not None
-        begins = layer == self.stack_starts[index]
+        begins = layer_index == self.stack_start_indices[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
-    def get_stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
+    def get_stage_layer_ranges(self, stage_bounds: Sequence[int]) -> list[LayerRange]:
         """Convert stage boundaries to one range of layer indices per pipeline stage."""
-        return [LayerRange(a, b) for a, b in pairwise(bounds)]
+        return [LayerRange(a, b) for a, b in pairwise(stage_bounds)]
 
 
-def map_tensors_to_layers(model: nn.Module, layers: LayerSequence) -> dict[str, frozenset[int]]:
+def map_tensors_to_layers(model: nn.Module, layer_sequence: LayerSequence) -> dict[str, frozenset[int]]:
     """Map the name of each parameter and buffer to the indices of the layers that it belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
@@ -222,8 +229,8 @@ def map_tensors_to_layers(model: nn.Module, layers: LayerSequence) -> dict[str, 
     the module that contains the previous stack, belong to the previous stack's last layer. ``PipelineHints`` override
     this.
     """
-    order = {name: at for at, name in enumerate(_list_tensor_names(model))}
-    return {name: frozenset(_find_owner_layers(name, layers, order)) for name in order}
+    order = {name: at for at, name in enumerate(_iter_tensor_names(model))}
+    return {name: frozenset(_find_owner_layers(name, layer_sequence, order)) for name in order}
 
 
 def map_tensors_to_stages(
@@ -236,61 +243,68 @@ def map_tensors_to_stages(
     }
 
 
-def _list_tensor_names(model: nn.Module) -> Iterator[str]:
+def _iter_tensor_names(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in chain(module._parameters.items(), module._buffers.items()):
             if value is not None:
                 yield f"{path}.{name}" if path else name
 
 
-def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int]) -> Iterable[int]:
-    for stack, start in zip(layers.stacks, layers.stack_starts, strict=True):
+def _find_owner_layers(
+    tensor_name: str, layer_sequence: LayerSequence, registration_order: Mapping[str, int]
+) -> Iterable[int]:
+    for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
         calls = range(start, start + len(stack.layer_calls))
         from_first = [f"{stack.layer_calls[0]}.{path}" for path in stack.stages.shared_from_first]
-        if any(_is_inside_module(name, path) for path in (*stack.stages.on_every_stage, *from_first)):
+        if any(_is_inside_module(tensor_name, path) for path in (*stack.stages.on_every_stage, *from_first)):
             return calls
-        inside = [u for u in calls if _is_inside_module(name, stack.layer_calls[u - start])]
+        inside = [u for u in calls if _is_inside_module(tensor_name, stack.layer_calls[u - start])]
         if inside:
             return inside
-    for stack, start in zip(layers.stacks, layers.stack_starts, strict=True):
-        if any(_is_inside_module(name, path) for path in stack.stages.with_first_layer):
+    for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
+        if any(_is_inside_module(tensor_name, path) for path in stack.stages.with_first_layer):
             return [start]
-        if any(_is_inside_module(name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path):
+        if any(
+            _is_inside_module(tensor_name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path
+        ):
             return [start + len(stack.layer_calls) - 1]
-    return [_find_adjacent_layer(name, layers, order)]
+    return [_find_adjacent_layer(tensor_name, layer_sequence, registration_order)]
 
 
-def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
+def _find_adjacent_layer(tensor_name: str, layer_sequence: LayerSequence, registration_order: Mapping[str, int]) -> int:
     """Choose the layer whose pipeline stage stores a parameter outside the layers, by registration order."""
-    starts = layers.stack_starts
-    firsts = [min(at for n, at in order.items() if _is_inside_module(n, s.layer_calls[0])) for s in layers.stacks]
-    later = [i for i, first in enumerate(firsts) if order[name] < first]
+    starts = layer_sequence.stack_start_indices
+    firsts = [
+        min(at for n, at in registration_order.items() if _is_inside_module(n, s.layer_calls[0]))
+        for s in layer_sequence.stacks
+    ]
+    later = [i for i, first in enumerate(firsts) if registration_order[tensor_name] < first]
     follows = later[0] if later else len(firsts)  # the next stack
-    shared = [_count_common_path_parts(name, s.layers) for s in layers.stacks]
+    shared = [_count_common_path_components(tensor_name, s.layers) for s in layer_sequence.stacks]
     nearest = max(shared[:follows], default=-1)
     if follows < len(firsts) and shared[follows] >= nearest:
         # a tensor that is passed directly between two stacks is computed on the stage that sends it
-        return starts[follows] - (follows > 0 and layers.stacks[follows].context is None)
+        return starts[follows] - (follows > 0 and layer_sequence.stacks[follows].context is None)
     earlier = follows - 1 if not nearest else max(i for i in range(follows) if shared[i] == nearest)
-    return starts[earlier] + len(layers.stacks[earlier].layer_calls) - 1
+    return starts[earlier] + len(layer_sequence.stacks[earlier].layer_calls) - 1
 
 
-def _count_common_path_parts(name: str, path: str) -> int:
-    pairs = zip(name.split("."), path.split("."), strict=False)
+def _count_common_path_components(tensor_name: str, module_path: str) -> int:
+    pairs = zip(tensor_name.split("."), module_path.split("."), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _is_inside_module(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
+def _is_inside_module(tensor_name: str, module_path: str) -> bool:
+    return tensor_name == module_path or tensor_name.startswith(f"{module_path}.")
 
 
-def make_no_layers_error(model: nn.Module, pipe_size: str, notes: Sequence[str] = ()) -> ConfigError:
+def make_no_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequence[str] = ()) -> ConfigError:
     """Return the error for pipeline parallelism with a model whose policy describes no layers.
 
     Args:
-        notes: the reasons that the policy reports.
+        policy_notes: the reasons that the policy reports.
     """
-    why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
+    why = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
     return ConfigError(
         f"pipe={pipe_size} requires a stack of layers, but the policy of {type(model).__name__} describes no "
         f"stack{why}.",
@@ -303,14 +317,14 @@ MIN_COST = 1e-9
 
 
 def estimate_layer_costs(
-    model: nn.Module, layers: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
+    model: nn.Module, layer_sequence: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
 ) -> list[float]:
     """Estimate the cost of each layer by counting the weights that multiply each token.
 
     Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
-    layer_calls = layers.layer_calls
-    costs = [MIN_COST + _count_matrix_elements(model, model.get_submodule(path)) for path in layer_calls]
+    layer_calls = layer_sequence.layer_calls
+    costs = [MIN_COST + _count_matmul_weights(model, model.get_submodule(path)) for path in layer_calls]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
     for path, module in model.named_modules() if layer_calls else ():
         for name, p in module.named_parameters(recurse=False):
@@ -321,7 +335,7 @@ def estimate_layer_costs(
     return costs
 
 
-def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
+def _count_matmul_weights(model: nn.Module, module: nn.Module) -> float:
     config: Any = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     total = 0.0
@@ -334,28 +348,34 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 
 
 def measure_layer_costs(
-    model: nn.Module, layer_sequence: LayerSequence, run_forward: Callable[[], Any], rounds: int, device: torch.device
+    model: nn.Module,
+    layer_sequence: LayerSequence,
+    forward_fn: Callable[[], Any],
+    num_rounds: int,
+    device: torch.device,
 ) -> list[float]:
-    """Measure the forward time of each layer in seconds, as the minimum over ``rounds`` runs.
+    """Measure the forward time of each layer in seconds, as the minimum over ``num_rounds`` runs.
 
     The time between two layers counts for the second layer, and the time after the last layer for the last layer.
     """
     marks: list[float] = []
 
-    def record_time(*_: Any) -> None:
+    def record_time_hook(*_: Any) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
     layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.layer_calls)]
-    remove_hooks = [register_forward_hooks(layer, HookOrder.RECORDER, after=record_time) for layer in layers]
+    remove_hooks = [
+        register_forward_hooks(layer, HookOrder.RECORDER, forward_hook=record_time_hook) for layer in layers
+    ]
     found: list[list[float]] = []
     try:
-        for _ in range(rounds + 1):  # the first round is a warm-up
+        for _ in range(num_rounds + 1):  # the first round is a warm-up
             marks.clear()
-            record_time()
-            run_forward()
-            record_time()
+            record_time_hook()
+            forward_fn()
+            record_time_hook()
             marks[-2:] = marks[-1:]  # the last layer ends with the model
             found.append([b - a for a, b in pairwise(marks)])
     finally:

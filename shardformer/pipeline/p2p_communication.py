@@ -19,7 +19,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_sent_actions
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, get_sent_actions
 from shardformer.torch_compat import has_data
 
 TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
@@ -36,19 +36,23 @@ class PointToPointCommunicator:
     def __init__(self, context: ParallelContext) -> None:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
-        if self.axis.size > 1 and context.world is not None and self.axis.transport.serializes_sends(context.device):
-            self._transports[TO_PREVIOUS_STAGE] = context.world.create_transport(context.grid.list_rank_groups("pipe"))
+        if (
+            self.axis.size > 1
+            and context.world is not None
+            and self.axis.transport.has_serialized_sends(context.device)
+        ):
+            self._transports[TO_PREVIOUS_STAGE] = context.world.create_transport(context.grid.get_rank_groups("pipe"))
 
-    def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
+    def send(self, tensor: Tensor, dst: int, purpose: str) -> PendingCollective:
         """Send a contiguous tensor asynchronously. The tensor must not change until the send completes."""
-        tag = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
-        event = record_collective_start("send", self.axis, get_num_bytes(x), purpose, ranks=2)
-        return PendingCollective([self._transports[tag].send(x, to, tag)], lambda: x, event)
+        tag = TO_NEXT_STAGE if dst > self.axis.rank else TO_PREVIOUS_STAGE
+        event = record_collective_start("send", self.axis, get_num_bytes(tensor), purpose, num_ranks=2)
+        return PendingCollective([self._transports[tag].send(tensor, dst, tag)], lambda: tensor, event)
 
-    def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
-        tag = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
-        event = record_collective_start("receive", self.axis, get_num_bytes(x), purpose, ranks=2)
-        return PendingCollective([self._transports[tag].receive(x, source, tag)], lambda: x, event)
+    def receive(self, buffer: Tensor, src: int, purpose: str) -> PendingCollective:
+        tag = TO_NEXT_STAGE if src < self.axis.rank else TO_PREVIOUS_STAGE
+        event = record_collective_start("receive", self.axis, get_num_bytes(buffer), purpose, num_ranks=2)
+        return PendingCollective([self._transports[tag].receive(buffer, src, tag)], lambda: buffer, event)
 
 
 HEADER_BYTES = 1024
@@ -79,7 +83,7 @@ TensorMetas = tuple[TensorMeta, ...]
 
 
 @dataclass
-class _PostedMessage:
+class _PostedReceive:
     """A message from another stage that is being received asynchronously.
 
     If the shapes are unknown, the receive of a header with the shapes is posted first.
@@ -92,12 +96,12 @@ class _PostedMessage:
 
 
 @dataclass
-class _MessageQueue:
+class _ReceiveQueue:
     """The messages that this rank expects from another pipeline rank, in the order of sending."""
 
     source: int
     expected: deque[Action]
-    posted: deque[_PostedMessage] = field(default_factory=deque)
+    posted: deque[_PostedReceive] = field(default_factory=deque)
 
 
 class StageCommunicator:
@@ -112,14 +116,14 @@ class StageCommunicator:
         tensor: the tensor axis. Each of its ranks sends one shard of a replicated tensor. The receivers all-gather it.
     """
 
-    def __init__(self, point_to_point: PointToPointCommunicator, tensor: Axis, device: torch.device) -> None:
-        self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
+    def __init__(self, point_to_point: PointToPointCommunicator, tensor_axis: Axis, device: torch.device) -> None:
+        self._point_to_point, self._tensor, self.device = point_to_point, tensor_axis, device
         self._rank = point_to_point.axis.rank
         self.known: dict[tuple[int, Hashable], TensorMetas] = {}
         self.given: Mapping[tuple[int, Hashable], TensorMetas] = {}
         self._arrived: dict[tuple[bool, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._incoming: dict[int, _MessageQueue] = {}
+        self._incoming: dict[int, _ReceiveQueue] = {}
         self.waiting_for: int | None = None
         self.seconds_waited = 0.0
 
@@ -136,21 +140,21 @@ class StageCommunicator:
         """
         self._schedule, self._keys = schedule, shape_keys
         self._arrived.clear()
-        orders = (list_sent_actions(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
-        self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
+        orders = (get_sent_actions(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
+        self._incoming = {source: _ReceiveQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
-    def send_tensors(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
+    def send_tensors(self, action: Action, tensors: list[Tensor | None], sharded_flags: Sequence[bool]) -> None:
         """Send activations to the next stage, or gradients to the previous stage.
 
         Only tensors that require a gradient have an entry in a list of gradients. An entry of None means zero.
         """
         receiver = self._schedule.placement[action.receiver_stage]
-        key = self._get_boundary_key(action)
+        key = self._get_tensor_metas_key(action)
         if action.kind is ActionKind.FORWARD:
             parts = [t for t in tensors if t is not None]
             metas = tuple(
                 TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, shards and self._tensor.size > 1)
-                for t, shards in zip(parts, is_sharded, strict=True)
+                for t, shards in zip(parts, sharded_flags, strict=True)
             )
             is_new = key not in self.known
             if self.known.setdefault(key, metas) != metas:
@@ -178,12 +182,12 @@ class StageCommunicator:
                 part = part.reshape(-1)[start:end]
             self._start_send(part.contiguous(), receiver, _get_message_purpose(action))
 
-    def _get_local_shard_bounds(self, meta: TensorMeta) -> list[int]:
-        return get_even_bounds(meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
+    def _get_local_shard_bounds(self, tensor_meta: TensorMeta) -> list[int]:
+        return get_even_bounds(tensor_meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
-    def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:
-        if x.numel():
-            self._sent.append((self._point_to_point.send(x, receiver, purpose), x))
+    def _start_send(self, tensor: Tensor, dst: int, purpose: str) -> None:
+        if tensor.numel():
+            self._sent.append((self._point_to_point.send(tensor, dst, purpose), tensor))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
@@ -192,14 +196,14 @@ class StageCommunicator:
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
-    def receive_activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
+    def receive_activations(self, stage: int, micro_batch_index: int) -> tuple[list[Tensor], TensorMetas]:
         """Wait for a virtual stage's input activations, and return them with their metadata."""
-        parts = self._receive_tensors(Action(ActionKind.FORWARD, stage - 1, micro_batch))
-        return parts, self.known[stage, self._keys[micro_batch]]
+        parts = self._receive_tensors(Action(ActionKind.FORWARD, stage - 1, micro_batch_index))
+        return parts, self.known[stage, self._keys[micro_batch_index]]
 
-    def receive_gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
+    def receive_gradients(self, stage: int, micro_batch_index: int, action_kind: ActionKind) -> list[Tensor]:
         """Wait for the gradients of a virtual stage's output activations, and return them."""
-        return self._receive_tensors(Action(kind, stage + 1, micro_batch))
+        return self._receive_tensors(Action(action_kind, stage + 1, micro_batch_index))
 
     def _receive_tensors(self, action: Action) -> list[Tensor]:
         began = time.perf_counter()
@@ -212,72 +216,75 @@ class StageCommunicator:
         self.seconds_waited += time.perf_counter() - began
         return self._arrived.pop(_get_result_key(action))
 
-    def _post_next_receives(self, incoming: _MessageQueue) -> None:
-        posted = incoming.posted
-        while incoming.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
-            action = incoming.expected[0]
+    def _post_next_receives(self, receive_queue: _ReceiveQueue) -> None:
+        posted = receive_queue.posted
+        while receive_queue.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
+            action = receive_queue.expected[0]
             metas = self._get_tensor_metas(action)
             if metas is None and action.kind is not ActionKind.FORWARD:
                 return  # the gradient has the shapes of an activation that this rank has not sent yet
-            posted.append(_PostedMessage(incoming.expected.popleft()))
+            posted.append(_PostedReceive(receive_queue.expected.popleft()))
             if metas is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
-                posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
+                posted[-1].header = header, self._point_to_point.receive(header, receive_queue.source, "header")
             else:
-                self._post_tensor_receives(incoming.source, posted[-1], metas)
+                self._post_tensor_receives(receive_queue.source, posted[-1], metas)
 
-    def _post_tensor_receives(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
+    def _post_tensor_receives(self, src: int, posted_receive: _PostedReceive, metas: TensorMetas) -> None:
         for shape in metas:
             start, end = self._get_local_shard_bounds(shape)
             sizes = (end - start,) if shape.is_sharded else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self.device)
-            posted.parts.append(part)
+            posted_receive.parts.append(part)
             if part.numel():
-                posted.works.append(self._point_to_point.receive(part, source, _get_message_purpose(posted.action)))
+                posted_receive.works.append(
+                    self._point_to_point.receive(part, src, _get_message_purpose(posted_receive.action))
+                )
 
     def _get_tensor_metas(self, action: Action) -> TensorMetas | None:
-        metas = self.known.get(self._get_boundary_key(action))
+        metas = self.known.get(self._get_tensor_metas_key(action))
         if metas is None or action.kind is ActionKind.FORWARD:
             return metas
         return tuple(s for s in metas if s.requires_grad)
 
-    def _get_boundary_key(self, action: Action) -> tuple[int, Hashable]:
+    def _get_tensor_metas_key(self, action: Action) -> tuple[int, Hashable]:
         return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
 
-    def _complete_receive(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
-        action, self.waiting_for = posted.action, incoming.source
-        if posted.header is not None:
-            header, work = posted.header
+    def _complete_receive(self, receive_queue: _ReceiveQueue, posted_receive: _PostedReceive) -> list[Tensor]:
+        action, self.waiting_for = posted_receive.action, receive_queue.source
+        if posted_receive.header is not None:
+            header, work = posted_receive.header
             work.wait()
-            key = self._get_boundary_key(action)
+            key = self._get_tensor_metas_key(action)
             self.known[key] = (
                 pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_tensor_metas(*key)
             )
-            self._post_tensor_receives(incoming.source, posted, self.known[key])
-        for work in posted.works:
+            self._post_tensor_receives(receive_queue.source, posted_receive, self.known[key])
+        for work in posted_receive.works:
             work.wait()
         self.waiting_for = None
         metas = self._get_tensor_metas(action)
         assert metas is not None
-        return [self._gather_full_tensor(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
+        return [self._gather_full_tensor(part, shape) for part, shape in zip(posted_receive.parts, metas, strict=True)]
 
-    def _infer_tensor_metas(self, boundary: int, key: Hashable) -> TensorMetas:
+    def _infer_tensor_metas(self, receiver_stage: int, shape_key: Hashable) -> TensorMetas:
         """Return the tensor shapes of the nearest earlier stage, for a rank that is traced without other ranks."""
         metas_at = {**self.given, **self.known}
-        earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
+        earlier = {b: metas for (b, k), metas in metas_at.items() if k == shape_key and b <= receiver_stage}
         if not earlier:
             raise ConfigError(
-                f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown.",
+                f"Virtual stage {receiver_stage} cannot be traced, because the shapes of its input activations are "
+                "unknown.",
                 remedy="Trace stage 0 first with the same batch, and assign its exchange.known to "
                 "pipeline.exchange.given.",
             )
         return earlier[max(earlier)]
 
-    def _gather_full_tensor(self, shard: Tensor, meta: TensorMeta) -> Tensor:
-        if not meta.is_sharded:
-            return shard
-        lengths = [b - a for a, b in pairwise(get_even_bounds(meta.numel, self._tensor.size))]
-        return all_gather(shard, self._tensor, 0, lengths=lengths, purpose="arrival").view(meta.sizes)
+    def _gather_full_tensor(self, local_shard: Tensor, tensor_meta: TensorMeta) -> Tensor:
+        if not tensor_meta.is_sharded:
+            return local_shard
+        lengths = [b - a for a, b in pairwise(get_even_bounds(tensor_meta.numel, self._tensor.size))]
+        return all_gather(local_shard, self._tensor, 0, lengths=lengths, purpose="arrival").view(tensor_meta.sizes)
 
     def wait_for_sends(self) -> None:
         """Wait until all asynchronous sends of this step have completed."""

@@ -40,7 +40,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
-def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
+def partition_balanced(layer_costs: Sequence[float], num_stages: int) -> list[int]:
     """Return the stage bounds that make the most expensive pipeline stage as cheap as possible.
 
     Among equal partitions, this prefers even layer counts (the smallest sum of squares), then fewer layers in earlier
@@ -52,13 +52,13 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     [0, 2, 5]
 
     Args:
-        costs: cost of each layer. The first includes the embedding, and the last the head.
+        layer_costs: cost of each layer. The first includes the embedding, and the last the head.
 
     Raises ConfigError if there are more stages than layers, or a cost is invalid.
     """
-    _check_num_stages(len(costs), num_stages)
-    _check_layer_costs(costs)
-    sums = [0, *accumulate(_scale_to_integers(costs))]  # rounding must not decide between two partitions
+    _check_num_stages(len(layer_costs), num_stages)
+    _check_layer_costs(layer_costs)
+    sums = [0, *accumulate(_scale_to_integers(layer_costs))]  # rounding must not decide between two partitions
     peak = _find_best_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
     _, counts = _find_best_partition(
         sums, num_stages, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
@@ -66,7 +66,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def partition_uniform(layers: int, num_stages: int) -> list[int]:
+def partition_uniform(num_layers: int, num_stages: int) -> list[int]:
     """Return the stage bounds that distribute layers as evenly as possible over pipeline stages.
 
     Extra layers, if the number is not divisible, go to the middle stages: to later ones first, because earlier stages
@@ -80,8 +80,8 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
 
     Raises ConfigError if there are more stages than layers.
     """
-    _check_num_stages(layers, num_stages)
-    each, extra = divmod(layers, num_stages)
+    _check_num_stages(num_layers, num_stages)
+    each, extra = divmod(num_layers, num_stages)
     order = [*range(num_stages - 2, 0, -1), 0, num_stages - 1]
     counts = [each] * num_stages
     for stage in order[:extra]:
@@ -89,7 +89,7 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> list[int]:
+def partition_explicit(layer_counts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
     """Convert the user's number of layers per stage to stage bounds.
 
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
@@ -97,44 +97,48 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
 
     Raises ConfigError unless there is one positive count per stage and the counts sum to the number of layers.
     """
-    counts = list(counts)
-    _check_num_stages(layers, num_stages)
-    example = [b - a for a, b in zip(partition_uniform(layers, num_stages), partition_uniform(layers, num_stages)[1:])]
-    if len(counts) != num_stages:
+    layer_counts = list(layer_counts)
+    _check_num_stages(num_layers, num_stages)
+    example = [
+        b - a for a, b in zip(partition_uniform(num_layers, num_stages), partition_uniform(num_layers, num_stages)[1:])
+    ]
+    if len(layer_counts) != num_stages:
         raise ConfigError(
-            f"partition={counts} must have one entry for each of the {num_stages} stages, but has {len(counts)}.",
-            remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
+            f"partition={layer_counts} must have one entry for each of the {num_stages} stages, but has "
+            f"{len(layer_counts)}.",
+            remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
         )
-    for stage, count in enumerate(counts):
+    for stage, count in enumerate(layer_counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"partition={counts} assigns {count!r} layers to stage {stage}, but each stage must have at least one.",
-                remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
+                f"partition={layer_counts} assigns {count!r} layers to stage {stage}, but each stage must have at "
+                "least one.",
+                remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
             )
-    total = sum(counts)
-    if total != layers:
+    total = sum(layer_counts)
+    if total != num_layers:
         raise ConfigError(
-            f"partition={counts} assigns {total} layers, but the model has {layers}.",
-            remedy=f"Pass {num_stages} counts that sum to {layers}, such as {example}.",
+            f"partition={layer_counts} assigns {total} layers, but the model has {num_layers}.",
+            remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
         )
-    return [0, *accumulate(counts)]
+    return [0, *accumulate(layer_counts)]
 
 
-def _check_num_stages(layers: int, num_stages: int) -> None:
+def _check_num_stages(num_layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
             f"The number of pipeline stages must be a positive integer, but got {num_stages!r}.",
             remedy="Use at least one stage, and at most one for each layer.",
         )
-    if num_stages > layers:
+    if num_stages > num_layers:
         raise ConfigError(
-            f"{num_stages} pipeline stages exceed the number of layers of the model, {layers}.",
+            f"{num_stages} pipeline stages exceed the number of layers of the model, {num_layers}.",
             remedy=f"Use fewer stages, or a model with at least {num_stages} layers.",
         )
 
 
-def _check_layer_costs(costs: Sequence[float]) -> None:
-    for i, cost in enumerate(costs):
+def _check_layer_costs(layer_costs: Sequence[float]) -> None:
+    for i, cost in enumerate(layer_costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
                 f"costs[{i}] must be a finite number of at least 0, but got {cost}.",
@@ -142,9 +146,9 @@ def _check_layer_costs(costs: Sequence[float]) -> None:
             )
 
 
-def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
+def _scale_to_integers(costs: Sequence[float]) -> list[int]:
     """Multiply all numbers by the same power of two to convert them to ints without rounding."""
-    ratios = [float(x).as_integer_ratio() for x in numbers]
+    ratios = [float(x).as_integer_ratio() for x in costs]
     unit = max((d for _, d in ratios), default=1)
     return [n * (unit // d) for n, d in ratios]
 
@@ -154,13 +158,13 @@ def _find_best_partition(
     num_stages: int,
     max_stage_cost: float,
     empty_value: Any,
-    extend: Callable[[int, int, Any], Any],
+    extend_fn: Callable[[int, int, Any], Any],
 ) -> Any:
     """Return the best value of any partition whose stages cost at most ``max_stage_cost``.
 
     Args:
         empty_value: value of the empty partition.
-        extend: computes the value of a partition from (cost of a stage, its layer count, value of the later stages).
+        extend_fn: computes the value of a partition from (cost of a stage, its layer count, value of the later stages).
     """
     layers = len(cost_prefix_sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
@@ -169,7 +173,7 @@ def _find_best_partition(
         best_from = [
             min(
                 (
-                    extend(cost, j - i, best_from[j])
+                    extend_fn(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
                     if best_from[j] is not None
                     and (cost := cost_prefix_sums[j] - cost_prefix_sums[i]) <= max_stage_cost

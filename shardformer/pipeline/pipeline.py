@@ -17,9 +17,9 @@ from shardformer.gradient_accumulation import micro_batches as splitting
 from shardformer.gradient_accumulation.micro_batch_loss import (
     LossWeight,
     MicroBatchLossScaler,
-    make_not_sum_of_means_error,
+    make_unsupported_loss_error,
 )
-from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
+from shardformer.gradient_accumulation.micro_batches import iter_named_tensors
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
@@ -32,22 +32,22 @@ from shardformer.pipeline.runtime import (
     LossFn,
     MissingOutput,
     PipelineRuntime,
+    PipelineStepInputs,
     PipelineTrace,
-    StepInputs,
 )
 from shardformer.pipeline.schedules import (
     LOSS_AVERAGES,
     Schedule,
-    drop_backward_passes,
+    make_forward_only_schedule,
     make_schedule,
-    round_up_micro_batches,
+    round_up_num_micro_batches,
 )
-from shardformer.pipeline.stage_forward import get_parameter_dtypes
+from shardformer.pipeline.stage_forward import get_param_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, PipelineStages, build_stages
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
-from shardformer.torch_compat import get_wrapped_module_attribute_name, has_data, is_compiled_in_place, tolist_or_ones
-from shardformer.transformers_compat import get_accepted_forward_keywords, prepare_batch_without_cache
+from shardformer.random_state import RNGUseDetector, fork_rng, may_use_dropout
+from shardformer.torch_compat import get_wrapped_module_attr_name, has_data, is_compiled_in_place, tolist_or_ones
+from shardformer.transformers_compat import get_accepted_forward_kwargs, prepare_batch_without_cache
 
 
 def ensure_training_mode(model: nn.Module) -> nn.Module:
@@ -68,9 +68,9 @@ def get_training_modes(model: nn.Module) -> dict[str, bool]:
     return {path: module.training for path, module in model.named_modules()}
 
 
-def set_training_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+def set_training_modes(model: nn.Module, training_modes: Mapping[str, bool]) -> None:
     """Restore the training or eval mode of each module from a result of ``get_training_modes``."""
-    modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
+    modules = [(module, training_modes[path]) for path, module in model.named_modules() if path in training_modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
             module.train(mode)
@@ -191,7 +191,7 @@ class Pipeline:
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
         keeper = self._state.gradient_owner
         with self._state.no_sync(), keeper.scale_loss() if keeper is not None else nullcontext(1.0) as scale:
-            loss = self._run_batch(batch, backward=True, loss_scale=scale).loss
+            loss = self._run_batch(batch, run_backward=True, loss_scale=scale).loss
         for reducer in reducers:
             reducer.start_reduction()
         for reducer in reducers:
@@ -202,7 +202,7 @@ class Pipeline:
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """Compute the loss of a batch without gradients, and return it on every rank."""
         with torch.no_grad():
-            loss = self._run_batch(batch, backward=False).loss
+            loss = self._run_batch(batch, run_backward=False).loss
         assert loss is not None
         return loss
 
@@ -215,7 +215,7 @@ class Pipeline:
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for batch in batches:
             with torch.no_grad():
-                head = self._run_batch(batch, backward=False, counts=True)
+                head = self._run_batch(batch, run_backward=False, count_labels=True)
             counted = head.counted if head.counted is not None else float(sum(head.sizes))
             assert head.loss is not None
             # the mean over zero labels is NaN
@@ -236,7 +236,7 @@ class Pipeline:
             raises ConfigError on access.
         """
         with torch.no_grad():
-            output = self._run_batch(batch, backward=False, wants_output=True).output
+            output = self._run_batch(batch, run_backward=False, return_output=True).output
         axis, last = self._manager.axis, self._manager.last_stage
         if gather:
             return collectives.broadcast_object(output, axis, last)
@@ -255,44 +255,44 @@ class Pipeline:
         self,
         batch: Batch | Sequence[Batch],
         *,
-        backward: bool,
-        wants_output: bool = False,
+        run_backward: bool,
+        return_output: bool = False,
         loss_scale: float = 1.0,
-        counts: bool = False,
+        count_labels: bool = False,
     ) -> LastStageOutputs:
         self._runtime.check_not_interrupted()
-        batches = _as_batch_list(batch)
+        batches = _to_batch_list(batch)
         parts, sizes = self._split_batches(batches)
         inputs = self._select_model_inputs(parts)
         if self._state.check_call is not None:  # before any communication
             self._state.check_call(self._model, inputs[0])
         schedule = self._make_schedule(len(parts))
-        if not backward:
-            schedule = drop_backward_passes(schedule)
+        if not run_backward:
+            schedule = make_forward_only_schedule(schedule)
         self._check_not_compiled()
-        draws = self._check_same_batch(batches)
-        runs_trial = not wants_output and self._must_run_loss_trial(len(parts), backward=backward)
-        with fork_random_state(self._context.device):
-            keys, seed = self._check_stages_agree(parts, backward, _draw_seed() if draws else 0)
+        draws = self._check_ranks_have_same_batch(batches)
+        runs_trial = not return_output and self._must_run_loss_trial(len(parts), run_backward=run_backward)
+        with fork_rng(self._context.device):
+            keys, seed = self._check_stages_agree(parts, run_backward, _draw_random_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._apply_gradient_checkpointing()
             weights = None
-            if not wants_output:
+            if not return_output:
                 over = (self._context.data, self._context.device) if self._averages_tokens else None
                 weights = MicroBatchLossScaler(
-                    parts, sizes, self._loss_weight, self._label_transforms, over, counts=counts
+                    parts, sizes, self._loss_weight, self._label_transforms, over, count_labels=count_labels
                 )
             head = LastStageOutputs(parts, sizes, self._stage_forward, weights, self._loss_fn)
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
                 with self._stages.temporarily_override_forward(self._sharded):
-                    self._runtime.run_step(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
+                    self._runtime.run_step(PipelineStepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.stop_loss_recording()
-        if draws and self._uses_random_numbers():
-            _draw_seed()
-        head.finish()
-        if not wants_output:
+        if draws and self._may_use_random_numbers():
+            _draw_random_seed()
+        head.finalize_outputs()
+        if not return_output:
             loss, *noted = self._broadcast_loss(head, runs_trial)
             if self._must_check_factors:
                 _check_loss_factors_equal(*noted[:2])
@@ -315,7 +315,7 @@ class Pipeline:
                     remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
                 )
 
-    def _check_same_batch(self, batches: Sequence[Batch]) -> bool:
+    def _check_ranks_have_same_batch(self, batches: Sequence[Batch]) -> bool:
         """Check that ranks received the same batch if the parallel layout requires it.
 
         Returns whether any of these ranks uses random numbers in training.
@@ -325,23 +325,23 @@ class Pipeline:
             watch.training = training
         elif not training:
             return False
-        tensors = [x for batch in batches for _, x in iterate_named_tensors(batch)]
-        return sync_random_state_and_check_ranks(self._state, tensors, self._uses_random_numbers()) and training
+        tensors = [x for batch in batches for _, x in iter_named_tensors(batch)]
+        return sync_random_state_and_check_ranks(self._state, tensors, self._may_use_random_numbers()) and training
 
-    def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
+    def _broadcast_loss(self, last_stage_outputs: LastStageOutputs, run_trial: bool) -> list[Tensor]:
         """Broadcast the loss of a batch and statistics about it from the last pipeline stage to all stages.
 
         The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
         needed, and whether the loss compares samples.
         """
-        loss = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
+        loss = last_stage_outputs.loss if last_stage_outputs.loss is not None else torch.zeros((), dtype=torch.float64)
         rows = [loss]
         if self._must_check_factors:
-            rows += [head.factors.to(loss), head.factors.to(loss).square()]
-        if runs_trial:
+            rows += [last_stage_outputs.factors.to(loss), last_stage_outputs.factors.to(loss).square()]
+        if run_trial:
             rows += [
-                loss.new_tensor(float(self._needs_loss_trial(head))),
-                loss.new_tensor(float(head.compares_samples)),
+                loss.new_tensor(float(self._needs_loss_trial(last_stage_outputs))),
+                loss.new_tensor(float(last_stage_outputs.compares_samples)),
             ]
         with self._runtime.annotate_errors("at the end of a step"):
             loss = collectives.broadcast(
@@ -350,51 +350,55 @@ class Pipeline:
         if self._averages_tokens:
             loss = collectives.all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
         found = list(loss.unbind())
-        return [*found[:-2], loss[-2:]] if runs_trial else found
+        return [*found[:-2], loss[-2:]] if run_trial else found
 
-    def _must_run_loss_trial(self, num_parts: int, *, backward: bool) -> bool:
+    def _must_run_loss_trial(self, num_micro_batches: int, *, run_backward: bool) -> bool:
         """Return whether this step must check that the loss does not compare samples.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
         independently.
         """
-        is_divided = num_parts > 1 or self._context.data.size > 1
-        return is_divided and self._model.training not in self._checked_modes and (backward or self._averages_tokens)
+        is_divided = num_micro_batches > 1 or self._context.data.size > 1
+        return (
+            is_divided and self._model.training not in self._checked_modes and (run_backward or self._averages_tokens)
+        )
 
-    def _requires_exact_loss(self, num_parts: int) -> bool:
-        return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
+    def _requires_exact_loss(self, num_micro_batches: int) -> bool:
+        return self._loss_weight is None and (num_micro_batches > 1 or self._averages_tokens)
 
-    def _needs_loss_trial(self, head: LastStageOutputs) -> bool:
+    def _needs_loss_trial(self, last_stage_outputs: LastStageOutputs) -> bool:
         """Return whether a test run of the loss is needed to detect comparisons between samples.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
         """
         if self._manager.num_stages > 1:
             return False
-        if not self._requires_exact_loss(len(head.sizes)):
+        if not self._requires_exact_loss(len(last_stage_outputs.sizes)):
             return self._loss_fn is not None
-        return not head.has_only_class_means or (
+        return not last_stage_outputs.has_only_class_means or (
             self._model.training and any(is_batch_norm(module) and module.training for module in self._model.modules())
         )
 
     def _check_samples_are_independent(
-        self, batches: Sequence[Batch], num_parts: int, needs_trial: bool, is_known_to_compare: bool
+        self, batches: Sequence[Batch], num_micro_batches: int, needs_trial: bool, is_known_to_compare: bool
     ) -> None:
         """Raise ConfigError or warn if the loss compares samples that are in different parts of the batch.
 
         Communicates a few numbers per rank if a trial is needed.
         """
         size, mode = self._context.data.size, self._model.training
-        divisions = [f"into {num_parts} micro-batches"] * (num_parts > 1) + [f"over {size} data ranks"] * (size > 1)
+        divisions = [f"into {num_micro_batches} micro-batches"] * (num_micro_batches > 1) + [
+            f"over {size} data ranks"
+        ] * (size > 1)
         findings: Sequence[int] | None = [LossTrialResult.COMPARES] if is_known_to_compare else []
-        is_exact, only_normalizes = self._requires_exact_loss(num_parts), False
+        is_exact, only_normalizes = self._requires_exact_loss(num_micro_batches), False
         if needs_trial:
             trial = trials.make_loss_trial(
                 batches[0],
                 *self._get_main_input_and_token_ids(),
-                needs_full_samples=self._state.parameter_owner is not None,
-                uses_counts=self._loss_weight is None,
-                rejects_unknown=is_exact,
+                require_full_samples=self._state.parameter_owner is not None,
+                weight_by_label_counts=self._loss_weight is None,
+                reject_unknown_counts=is_exact,
             )
             findings, buffer_writers = self._run_loss_trial_on_all_ranks(trial)
             if mode and findings is None:  # disable dropout, but keep batch statistics
@@ -406,45 +410,47 @@ class Pipeline:
                 with eval_mode(self._model):
                     in_eval, _ = self._run_loss_trial_on_all_ranks(trial)
                 only_normalizes = in_eval is not None and {*in_eval} == {LossTrialResult.INDEPENDENT}
-        division, allows_gather = " and ".join(divisions), num_parts == 1
-        trials.raise_or_warn_if_loss_compares(findings or (), division, is_exact, allows_gather, only_normalizes)
+        division, allows_gather = " and ".join(divisions), num_micro_batches == 1
+        trials.check_loss_trial_results(findings or (), division, is_exact, allows_gather, only_normalizes)
         self._checked_modes.add(mode)
 
-    def _run_loss_trial_on_all_ranks(self, trial: LossTrial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
+    def _run_loss_trial_on_all_ranks(
+        self, loss_trial: LossTrial | None
+    ) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """Test the loss function on all ranks, and return the results and the modules that wrote to buffers.
 
         The results are None if the loss is random.
         """
         world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
-        if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
+        if not all(has_one for (has_one,) in collectives.all_gather_ints([loss_trial is not None], world)):
             return (), []
-        assert trial is not None
-        found, draws = LossTrialResult.INCONCLUSIVE, RandomUseDetector(self._context.device)
+        assert loss_trial is not None
+        found, draws = LossTrialResult.INCONCLUSIVE, RNGUseDetector(self._context.device)
         buffer_writers: list[nn.Module] = []
         try:
-            with trials.restore_after_trial(self._model, self._context.device) as buffer_writers:
-                draws.begin()
-                found = self._run_loss_trial(trial)
-                draws.end()
+            with trials.restore_model_after_trial(self._model, self._context.device) as buffer_writers:
+                draws.start()
+                found = self._run_loss_trial(loss_trial)
+                draws.stop()
         except Exception:  # no error, no finding
             found = LossTrialResult.INCONCLUSIVE
         return trials.merge_loss_trial_results(
-            collectives.all_gather_numbers([int(found), bool(draws.seen)], world)
+            collectives.all_gather_ints([int(found), bool(draws.seen)], world)
         ), buffer_writers
 
-    def _run_loss_trial(self, trial: LossTrial) -> LossTrialResult:
+    def _run_loss_trial(self, loss_trial: LossTrial) -> LossTrialResult:
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
-        parts = trial.list_micro_batches(data_rank)
+        parts = loss_trial.get_trial_micro_batches(data_rank)
         inputs, head = (
             self._select_model_inputs(parts),
-            trials.LossTrialOutputs(trial, parts, self._stage_forward, self._loss_fn),
+            trials.LossTrialOutputs(loss_trial, parts, self._stage_forward, self._loss_fn),
         )
         keys, _ = self._check_stages_agree(inputs, False, 0)
         self._runtime.trace = None
         try:
             with self._stages.temporarily_override_forward(self._sharded):
-                schedule = drop_backward_passes(self._make_schedule(len(parts)))
-                self._runtime.run_step(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
+                schedule = make_forward_only_schedule(self._make_schedule(len(parts)))
+                self._runtime.run_step(PipelineStepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
             head.stop_loss_recording()
             self._runtime.trace, self._must_compare_batches = trace, compares
@@ -454,14 +460,14 @@ class Pipeline:
         return (
             LossTrialResult.GATHERS
             if head.has_gathered
-            else trial.classify_losses(head.list_losses(), data_rank=data_rank, eps=eps)
+            else loss_trial.classify_losses(head.get_trial_losses(), data_rank=data_rank, eps=eps)
         )
 
-    def _uses_random_numbers(self) -> bool:
+    def _may_use_random_numbers(self) -> bool:
         """Return whether layers on this rank may use random numbers in training, such as for dropout.
 
-        Ranks of a stage may return different values if another thread draws numbers. ``_check_same_batch`` combines
-        them.
+        Ranks of a stage may return different values if another thread draws numbers. ``_check_ranks_have_same_batch``
+        combines them.
         """
         return self._stages.uses_random or self._stage_forward.draws.seen is not False
 
@@ -482,25 +488,28 @@ class Pipeline:
                 count = min(count, max(size, 1))
             each = splitting.compute_micro_batch_sizes(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
-                each = self._fit_sizes_to_schedule(size, each)
+                each = self._adjust_sizes_to_schedule(size, each)
             parts += splitting.split_batch(batch, each, main, ids)
             sizes += each
         return parts, sizes
 
-    def _select_model_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        names = get_accepted_forward_keywords(self._model) if self._loss_fn is not None else None
-        parts = [
-            {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
+    def _select_model_inputs(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        names = get_accepted_forward_kwargs(self._model) if self._loss_fn is not None else None
+        micro_batches = [
+            {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)}
+            for p in micro_batches
         ]
-        if any("position_ids" in part for part in parts) and not self._is_checkpointed:
+        if any("position_ids" in part for part in micro_batches) and not self._is_checkpointed:
             self._is_checkpointed = any(
                 getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
             )
-        return [prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
+        return [
+            prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in micro_batches
+        ]
 
-    def _fit_sizes_to_schedule(self, batch_size: int, micro_batch_sizes: list[int]) -> list[int]:
+    def _adjust_sizes_to_schedule(self, batch_size: int, micro_batch_sizes: list[int]) -> list[int]:
         manager = self._manager
-        count = round_up_micro_batches(
+        count = round_up_num_micro_batches(
             manager.schedule, manager.num_stages, manager.num_model_chunks, len(micro_batch_sizes)
         )
         return (
@@ -509,11 +518,13 @@ class Pipeline:
             else micro_batch_sizes
         )
 
-    def _make_schedule(self, micro_batches: int) -> Schedule:
+    def _make_schedule(self, num_micro_batches: int) -> Schedule:
         manager = self._manager
-        return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
+        return make_schedule(manager.schedule, manager.num_stages, num_micro_batches, manager.num_model_chunks)
 
-    def _check_stages_agree(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
+    def _check_stages_agree(
+        self, micro_batches: Sequence[Batch], run_backward: bool, seed: int
+    ) -> tuple[list[Hashable], int]:
         """Check that all pipeline stages received the same batch, and return a common random seed.
 
         Also returns a key for each micro-batch. Micro-batches with equal activation shapes have equal keys.
@@ -524,11 +535,13 @@ class Pipeline:
         """
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _get_autocast_dtype(self._context.device)
-        shapes = [_get_batch_shapes(part) for part in parts]
+        shapes = [_get_batch_shapes(part) for part in micro_batches]
         axis, watch, training = self._manager.axis, self._state.monitor, self._model.training
         if axis.size == 1:
-            return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
-        tensors = [t for part in parts for _, t in iterate_named_tensors(part)] if self._must_compare_batches else []
+            return [(s, (run_backward, training, autocast, kinds)) for s in shapes], seed
+        tensors = (
+            [t for part in micro_batches for _, t in iter_named_tensors(part)] if self._must_compare_batches else []
+        )
         seen = (
             watch.hash_inputs(tensors)
             if watch is not None
@@ -538,10 +551,10 @@ class Pipeline:
         is_frozen = not any(p.requires_grad and not p.is_meta for p in self._model.parameters())
         steps = 0 if watch is None else watch.count_stepped_batches(is_frozen)
         options = 0 if watch is None else watch.hash_optimizer_options()
-        modes = backward, training, _hash_repr(autocast)
-        local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
+        modes = run_backward, training, _hash_repr(autocast)
+        local = (_hash_repr(shapes), len(micro_batches), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
-            rows = self._mask_allowed_differences(collectives.all_gather_numbers(local, axis))
+            rows = self._mask_allowed_differences(collectives.all_gather_ints(local, axis))
         if watch is not None:
             watch.rounds_of_stages = max(row[STEPS] for row in rows)
         if any(row[:-2] != rows[0][:-2] for row in rows):
@@ -550,14 +563,14 @@ class Pipeline:
         self._update_placeholder_dtypes(stages)
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
-    def _update_placeholder_dtypes(self, stages: tuple[int, ...]) -> None:
+    def _update_placeholder_dtypes(self, dtype_hash_by_stage: tuple[int, ...]) -> None:
         """Update the dtypes of parameter placeholders after another pipeline stage converted its parameters.
 
         Raises InputError on all stages if two stages store the same parameter in different dtypes.
         """
-        if stages == self._stage_dtypes_hash:
+        if dtype_hash_by_stage == self._stage_dtypes_hash:
             return
-        everywhere = collectives.all_gather_objects(get_parameter_dtypes(self._sharded), self._manager.axis)
+        everywhere = collectives.all_gather_objects(get_param_dtypes(self._sharded), self._manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
@@ -569,11 +582,11 @@ class Pipeline:
                         remedy="Convert the whole model with model.to(dtype), or convert the parameter on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
-        self._stage_dtypes_hash = stages
+        self._stage_dtypes_hash = dtype_hash_by_stage
 
-    def _mask_allowed_differences(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _mask_allowed_differences(self, values_by_stage: Sequence[Sequence[int]]) -> list[list[int]]:
         """Remove the allowed differences from values that must be equal on all pipeline stages."""
-        rows = [list(row) for row in gathered]
+        rows = [list(row) for row in values_by_stage]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
         trained = [row[STEPS] for row in rows if row[STEPS]]
@@ -589,7 +602,7 @@ class Pipeline:
             self._stage_forward.move_overrides_to_wrappers(self._sharded)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._sharded.get_submodule(path)
-            while (name := get_wrapped_module_attribute_name(layer)) is not None:
+            while (name := get_wrapped_module_attr_name(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
@@ -597,7 +610,7 @@ class Pipeline:
                 self.checkpointed.add(path)
 
 
-def _as_batch_list(batch: Any) -> list[Batch]:
+def _to_batch_list(batch: Any) -> list[Batch]:
     batches = list(batch) if isinstance(batch, list | tuple) else [batch]
     if batches and all(isinstance(one, Mapping) for one in batches):
         return batches
@@ -608,34 +621,36 @@ def _as_batch_list(batch: Any) -> list[Batch]:
     )
 
 
-def _get_batch_shapes(part: Batch) -> Hashable:
-    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in iterate_named_tensors(part))
+def _get_batch_shapes(micro_batch: Batch) -> Hashable:
+    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in iter_named_tensors(micro_batch))
 
 
-def _hash_repr(value: Any) -> int:
+def _hash_repr(python_object: Any) -> int:
     """Return a hash of ``repr(value)`` that is the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(python_object).encode()).digest()[:7], "big")
 
 
 def _get_autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _draw_seed() -> int:
+def _draw_random_seed() -> int:
     return 1 + int(tolist_or_ones(torch.randint(2**62 - 1, (), device="cpu")))
 
 
-def _make_stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputError:
-    other = next(stage for stage, row in enumerate(rows) if row[:-2] != rows[0][:-2])
+def _make_stage_mismatch_error(values_by_stage: Sequence[Sequence[int]], axis: Axis) -> InputError:
+    other = next(stage for stage, row in enumerate(values_by_stage) if row[:-2] != values_by_stage[0][:-2])
     what = ("batch shapes", "numbers of micro-batches", "calls", "training modes", "autocast settings", "batches")
     names = (*what, *OPTIMIZER_VALUES)
-    value, first, second = next((n, a, b) for n, a, b in zip(names, rows[0], rows[other], strict=False) if a != b)
+    value, first, second = next(
+        (n, a, b) for n, a, b in zip(names, values_by_stage[0], values_by_stage[other], strict=False) if a != b
+    )
     if value in OPTIMIZER_VALUES:
         ranks, compared = (axis.ranks[0], axis.ranks[other]), COMPARED_VALUES[value]
         numbers = f" ({first}, and rank {ranks[1]} {second})" if value == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"{places} have diverged: they have different {compared.what}{numbers}.",
+            f"{places} have diverged: they have different {compared.value_name}{numbers}.",
             rule=compared.rule,
             remedy=compared.remedy,
         )
@@ -653,14 +668,14 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
     if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
-        raise make_not_sum_of_means_error(
+        raise make_unsupported_loss_error(
             "The model multiplies its mean losses by different factors on different data ranks."
         )
 
 
-def _make_single_stage(model: nn.Module, state: ShardingMetadata) -> PipelineStages:
-    manager = PipelineStageManager(state.context, "1f1b")
-    state.stages = stages = build_stages(model, state.request.policy, manager)
-    stages.uses_random = uses_dropout(model)
-    stages.install_forward_overrides(model, state.activations, state.context)
+def _make_single_stage(model: nn.Module, metadata: ShardingMetadata) -> PipelineStages:
+    manager = PipelineStageManager(metadata.context, "1f1b")
+    metadata.stages = stages = build_stages(model, metadata.request.policy, manager)
+    stages.uses_random = may_use_dropout(model)
+    stages.install_forward_overrides(model, metadata.activations, metadata.context)
     return stages

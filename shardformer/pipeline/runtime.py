@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, loss_compares_samples
-from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_micro_batch_outputs
+from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, does_loss_compare_samples
+from shardformer.gradient_accumulation.micro_batches import iter_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageCommunicator
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
-from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_placeholder
+from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_all_nan
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import tree_map_only
 
@@ -43,47 +43,47 @@ class LastStageOutputs:
 
     def __init__(
         self,
-        parts: Sequence[Batch],
-        sizes: Sequence[int],
+        micro_batches: Sequence[Batch],
+        micro_batch_sizes: Sequence[int],
         stage_forward: StageForward,
-        weights: MicroBatchLossScaler | None,
+        loss_scaler: MicroBatchLossScaler | None,
         loss_fn: LossFn | None,
     ) -> None:
         self.checks_comparison, self.compares_samples = False, False
-        self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
-        self._weights, self._loss_fn = weights, loss_fn
+        self._parts, self.sizes, self._stage_forward = micro_batches, micro_batch_sizes, stage_forward
+        self._weights, self._loss_fn = loss_scaler, loss_fn
         self._outputs: dict[int, Any] = {}
         self.loss: Tensor | None = None
         self.counted: float | None = None
         self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
-    def begin_loss_recording(self, micro_batch: int) -> None:
+    def start_loss_recording(self, micro_batch_index: int) -> None:
         """Start recording the calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
-            self._weights.start_recording(micro_batch)
+            self._weights.start_recording(micro_batch_index)
 
-    def store_output(self, micro_batch: int, output: Any) -> Tensor | None:
+    def store_output(self, micro_batch_index: int, output: Any) -> Tensor | None:
         """Store the model's output for a micro-batch, and return its loss for the backward pass, if any."""
         if self._weights is None:
-            self._outputs[micro_batch] = output
+            self._outputs[micro_batch_index] = output
             return None
         try:
-            loss = self._extract_loss(output, self._parts[micro_batch])
+            loss = self._extract_loss(output, self._parts[micro_batch_index])
         finally:
             self._weights.stop_recording()
         self._check_first_loss(loss, output)
         if self.checks_comparison and self._loss_fn is not None:
-            part, size = self._parts[micro_batch], self.sizes[micro_batch]
-            self.compares_samples = loss_compares_samples(self._loss_fn, output, part, size, len(self._parts))
+            part, size = self._parts[micro_batch_index], self.sizes[micro_batch_index]
+            self.compares_samples = does_loss_compare_samples(self._loss_fn, output, part, size, len(self._parts))
             self.checks_comparison = False
-        loss = self._weights.scale_loss(micro_batch, loss)
+        loss = self._weights.scale_loss(micro_batch_index, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
         return loss
 
-    def _extract_loss(self, output: Any, part: Batch) -> Tensor:
-        result = output if self._loss_fn is None else self._loss_fn(output, part)
+    def _extract_loss(self, output: Any, micro_batch: Batch) -> Tensor:
+        result = output if self._loss_fn is None else self._loss_fn(output, micro_batch)
         loss = find_loss_in_output(result)
         if loss is not None:
             return loss
@@ -96,10 +96,10 @@ class LastStageOutputs:
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
         """Raise an error if the first loss is NaN because of the labels or the pipeline."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
-        outputs = [t for _, t in iterate_named_tensors({"output": output})]
-        if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
+        outputs = [t for _, t in iter_named_tensors({"output": output})]
+        if not is_valid or not is_all_nan(loss) or not any(map(is_all_nan, outputs)):
             return
-        tensors = [(str(name[-1]), t) for part in self._parts for name, t in iterate_named_tensors(part)]
+        tensors = [(str(name[-1]), t) for part in self._parts for name, t in iter_named_tensors(part)]
         labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
@@ -121,7 +121,7 @@ class LastStageOutputs:
         if self._weights is not None:
             self._weights.stop_recording()
 
-    def finish(self) -> None:
+    def finalize_outputs(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
             self.output = (
@@ -172,17 +172,17 @@ class MissingOutput:
     def __getitem__(self, key: Any) -> Any:
         raise self._make_missing_output_error(repr(key))
 
-    def _make_missing_output_error(self, name: str) -> ConfigError:
+    def _make_missing_output_error(self, attribute_name: str) -> ConfigError:
         return ConfigError(
-            f"Stage {self._stage} has no output, so {name} is not available.",
+            f"Stage {self._stage} has no output, so {attribute_name} is not available.",
             remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only.",
         )
 
 
 def replace_placeholders_with_none(output: Any) -> Any:
     """Replace the outputs that only other pipeline stages compute with None."""
-    tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
-    placeholders = {id(t) for t in tensors if is_placeholder(t)}
+    tensors = [t for _, t in iter_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
+    placeholders = {id(t) for t in tensors if is_all_nan(t)}
     if len(placeholders) == len(tensors):
         return output
     return tree_map_only(Tensor, lambda t: None if id(t) in placeholders else t, output)
@@ -196,22 +196,22 @@ class _InFlightMicroBatch:
 
 
 @dataclass
-class StepInputs:
+class PipelineStepInputs:
     """The schedule, micro-batches and random seeds of one training or evaluation step.
 
     Args:
         batches: the micro-batches, on every rank.
-        keys: one key per micro-batch, which is equal for micro-batches whose activations have equal shapes.
+        shape_keys: one key per micro-batch, which is equal for micro-batches whose activations have equal shapes.
         seeds: random seed of each micro-batch, or None.
-        head: collects the outputs of the last stage.
+        last_stage_outputs: collects the outputs of the last stage.
         loss_scale: factor of the loss in the backward pass.
     """
 
     schedule: Schedule
     batches: Sequence[Mapping[str, Any]]
-    keys: Sequence[Hashable]
+    shape_keys: Sequence[Hashable]
     seeds: Sequence[int | None]
-    head: LastStageOutputs
+    last_stage_outputs: LastStageOutputs
     loss_scale: float = 1.0
 
 
@@ -238,11 +238,15 @@ class PipelineRuntime:
         exchange: communication with the other stages.
     """
 
-    def __init__(self, model: nn.Module, stages: PipelineStages, exchange: StageCommunicator) -> None:
-        assert stages.stage_forward is not None
-        self._model, self._stage_forward, self._exchange = model, stages.stage_forward, exchange
-        self._chain, self._spans, self._stage = stages.chain, stages.spans, stages.manager.stage
-        self._stream = stages.stream
+    def __init__(self, model: nn.Module, pipeline_stages: PipelineStages, communicator: StageCommunicator) -> None:
+        assert pipeline_stages.stage_forward is not None
+        self._model, self._stage_forward, self._exchange = model, pipeline_stages.stage_forward, communicator
+        self._chain, self._spans, self._stage = (
+            pipeline_stages.chain,
+            pipeline_stages.spans,
+            pipeline_stages.manager.stage,
+        )
+        self._stream = pipeline_stages.stream
         self._in_flight: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
         self._interrupted_at = ""
@@ -257,17 +261,17 @@ class PipelineRuntime:
             remedy="Do not catch errors of a step, but let them end the run, and resume from the last checkpoint.",
         )
 
-    def run_step(self, step: StepInputs) -> None:
+    def run_step(self, step_inputs: PipelineStepInputs) -> None:
         """Run this rank's forward and backward passes of one step. Raises LostPeerError if another stage has exited."""
-        self._step = step
+        self._step = step_inputs
         self._in_flight.clear()
         self._weights.clear()
-        self._exchange.begin_step(step.schedule, step.keys)
+        self._exchange.begin_step(step_inputs.schedule, step_inputs.shape_keys)
         self._exchange.start_next_receives()
         start = time.perf_counter()
         if self.trace is not None:
             self.trace.start = start
-        for action in step.schedule.actions[self._stage]:
+        for action in step_inputs.schedule.actions[self._stage]:
             began, waited = time.perf_counter(), self._exchange.seconds_waited
             self._interrupted_at = _describe_action(action)
             with (
@@ -302,18 +306,18 @@ class PipelineRuntime:
             trained = [s.requires_grad and torch.is_grad_enabled() for s in shapes]
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
         is_last = stage == step.schedule.last_stage
-        names = self._chain.list_received_activations(span.start)
+        names = self._chain.get_received_activation_names(span.start)
         # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
         states = [x.view_as(x) for x in received]
         run = StageForwardState(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
-            run.at_end = lambda: step.head.begin_loss_recording(index)
+            run.on_last_layer_end = lambda: step.last_stage_outputs.start_loss_recording(index)
         output, payload = self._stage_forward.run_stage_forward(
             self._model, run, lambda: self._model(**step.batches[index])
         )
         live = _InFlightMicroBatch(received, [])
         if is_last:
-            live.loss = step.head.store_output(index, output)
+            live.loss = step.last_stage_outputs.store_output(index, output)
         else:
             assert payload is not None
             live.sent = list(payload.values())
@@ -321,9 +325,11 @@ class PipelineRuntime:
         if torch.is_grad_enabled():
             self._in_flight[stage, index] = live
 
-    def _get_replicated_flags(self, layer: int, activations: StageActivations) -> list[bool]:
+    def _get_replicated_flags(self, layer_index: int, activations: StageActivations) -> list[bool]:
         is_sharded = (
-            self._chain.stacks[self._chain.find_stack_index(layer)].get_activation_layout(self._stream).is_stack_sharded
+            self._chain.stacks[self._chain.find_stack_index(layer_index)]
+            .get_activation_layout(self._stream)
+            .is_stack_sharded
         )
         return [name != "hidden" or not is_sharded for name in activations]
 
@@ -342,9 +348,9 @@ class PipelineRuntime:
             self._exchange.send_tensors(action, input_grads, [])
 
     def _compute_input_grads(
-        self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
+        self, action: Action, outputs: list[Tensor], grad_outputs: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
-        pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
+        pairs = [(y, g) for y, g in zip(outputs, grad_outputs, strict=False) if y.requires_grad]
         if action.kind is ActionKind.INPUT:
             input_grads, weight_backward = run_input_backward([y for y, _ in pairs], [g for _, g in pairs], inputs)
             self._weights[action.stage, action.micro_batch] = weight_backward
@@ -358,15 +364,15 @@ class PipelineRuntime:
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
-    def annotate_errors(self, where: str) -> Iterator[None]:
+    def annotate_errors(self, location: str) -> Iterator[None]:
         """Add a note with the pipeline stage and the current action to errors in the ``with`` block."""
-        where = f"stage {self._stage}, {where}"
+        location = f"stage {self._stage}, {location}"
         try:
             yield
         except Exception as error:
             if isinstance(error, LostPeerError) and self._exchange.waiting_for is not None:
-                raise _make_lost_stage_error(self._exchange.waiting_for, where, error) from error
-            error.add_note(f"In {where}.")
+                raise _make_lost_stage_error(self._exchange.waiting_for, location, error) from error
+            error.add_note(f"In {location}.")
             raise
 
 
@@ -380,8 +386,8 @@ def _describe_action(action: Action) -> str:
     return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
 
 
-def _make_lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
+def _make_lost_stage_error(stage: int, location: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"The process of stage {stage} ended while {where} waited for its message. {error.what}.",
+        f"The process of stage {stage} ended while {location} waited for its message. {error.what}.",
         remedy="Read the error of the stage that ended first.",
     )

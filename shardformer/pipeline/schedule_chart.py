@@ -34,7 +34,7 @@ _COLUMN_AND_MAX_WIDTH = 0.3, 40.0  # inches
 _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
-def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
+def format_schedule_as_text(schedule: Schedule, timeline: Timeline, max_line_width: int | None = None) -> str:
     """Draw a pipeline schedule as a text grid, with a legend, its idle time and its micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
@@ -42,14 +42,14 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int |
     a letter after the number names the chunk: ``F3b``.
 
     Args:
-        width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more than five
-            bands, only the first two and the last two are printed, because the pattern repeats.
+        max_line_width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more
+            than five bands, only the first two and the last two are printed, because the pattern repeats.
     """
-    rows, unit = _compute_grid_cells(schedule, timeline), _get_shortest_action_duration(timeline)
+    rows, unit = _get_grid_cells(schedule, timeline), _get_shortest_action_duration(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
     row_labels = [f"rank {rank} |".rjust(len(f"rank {len(rows) - 1} |")) for rank in range(len(rows))]
     columns = len(rows[0])
-    in_band = columns if width is None else max(1, (width - len(row_labels[0])) // cell)
+    in_band = columns if max_line_width is None else max(1, (max_line_width - len(row_labels[0])) // cell)
     in_band -= in_band % 5 if 5 < in_band < columns else 0  # bands start at a time label
     lines = []
     bands = range(0, columns, in_band)
@@ -63,7 +63,7 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, width: int |
         lines.append("time   ".rjust(len(row_labels[0]) + 1) + "".join(times).rstrip())
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
         lines.append("")
-    return "\n".join([*lines, *_format_legend(schedule, timeline), *summarize_schedule(schedule, timeline)])
+    return "\n".join([*lines, *_get_legend_lines(schedule, timeline), *get_schedule_summary_lines(schedule, timeline)])
 
 
 def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
+def get_schedule_summary_lines(schedule: Schedule, timeline: Timeline) -> list[str]:
     """Describe the idle time (bubble) and the micro-batches in flight of a schedule in two lines of text."""
     form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = (
-        "" if form is None or _list_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
+        "" if form is None or _get_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     )
     in_flight = ", ".join(map(str, timeline.in_flight))
     on = f" on ranks 0 to {schedule.stages - 1}" if schedule.stages > 1 else ""
@@ -98,8 +98,8 @@ def _format_row(label: str, cells: Sequence[str], cell_width: int) -> str:
     return (label + "".join(f" {text:{cell_width - 1}}" for text in cells)).rstrip()
 
 
-def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
-    kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _list_action_kinds(schedule))
+def _get_legend_lines(schedule: Schedule, timeline: Timeline) -> list[str]:
+    kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _get_action_kinds(schedule))
     lines = [f"{kinds}; the number is the micro-batch"]
     if schedule.num_model_chunks > 1:
         size = schedule.stages
@@ -123,7 +123,7 @@ def _format_chunk_suffix(schedule: Schedule, chunk: int) -> str:
     return ascii_lowercase[chunk] if schedule.num_model_chunks <= len(ascii_lowercase) else f".{chunk}"
 
 
-def _list_action_kinds(schedule: Schedule) -> list[ActionKind]:
+def _get_action_kinds(schedule: Schedule) -> list[ActionKind]:
     found = {action.kind for order in schedule.actions for action in order}
     return [kind for kind in ActionKind if kind in found]
 
@@ -132,7 +132,7 @@ def _get_shortest_action_duration(timeline: Timeline) -> float:
     return min(span.end - span.start for row in timeline.spans for span in row)
 
 
-def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
+def _get_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     """Return the cells of the text grid of a schedule, one list per rank. Every action has at least one cell."""
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
@@ -141,16 +141,16 @@ def _compute_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str
             f"column has the duration of the shortest action, {unit:g}.",
             remedy="Use durations and a send time of similar size.",
         )
-    rows = [["."] * _round_to_column(timeline.makespan, unit) for _ in timeline.spans]
+    rows = [["."] * _get_column_index(timeline.makespan, unit) for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans):
         for action, start, end in spans:
-            first, stop = _round_to_column(start, unit), _round_to_column(end, unit)
+            first, stop = _get_column_index(start, unit), _get_column_index(end, unit)
             row[first:stop] = [format_action(schedule, action)] + [CONTINUATION_MARK] * (stop - first - 1)
     return rows
 
 
-def _round_to_column(time: float, unit: float) -> int:
-    return floor(time / unit + 0.5 + 1e-9)
+def _get_column_index(timestamp: float, column_duration: float) -> int:
+    return floor(timestamp / column_duration + 0.5 + 1e-9)
 
 
 def check_chart_path(path: Path) -> None:
@@ -164,10 +164,10 @@ def check_chart_path(path: Path) -> None:
             f"Cannot save the chart to {str(path)!r}, because it is a folder or its folder is not writable.",
             remedy="Create the folder first, or choose another path.",
         )
-    check_matplotlib(f"The chart {str(path)!r}")
+    require_matplotlib(f"The chart {str(path)!r}")
 
 
-def check_matplotlib(feature: str) -> None:
+def require_matplotlib(feature: str) -> None:
     """Raise ConfigError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
@@ -187,7 +187,7 @@ def write_chart_atomically(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
+def save_schedule_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Draw a pipeline schedule as a chart with one row per rank, and save it as an SVG or PNG file.
 
     Raises ConfigError if ``path`` is invalid (see ``check_chart_path``) or writing fails.
@@ -221,7 +221,7 @@ def _draw_action_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, point
     for rank, row in enumerate(timeline.spans):
         axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOR, linewidth=0))
         for action, start, end in row:
-            face, ink = choose_action_colors(schedule, action)
+            face, ink = get_action_colors(schedule, action)
             box = Rectangle((start, rank - 0.4), end - start, 0.8, facecolor=face)
             box.set(edgecolor="white", linewidth=min(0.8, 0.06 * column))
             axes.add_patch(box)
@@ -256,9 +256,9 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     from matplotlib.patches import Patch
 
     patches = []
-    for kind in _list_action_kinds(schedule):
+    for kind in _get_action_kinds(schedule):
         for chunk in range(schedule.num_model_chunks):
-            face = choose_action_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
+            face = get_action_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
             of = f", chunk {_format_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # pad to a full column: matplotlib divides the list into columns of equal length
@@ -268,7 +268,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 
 
-def choose_action_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
+def get_action_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Return the colors of the box and text of an action in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))

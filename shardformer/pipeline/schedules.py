@@ -52,7 +52,7 @@ class Action:
         """The index of the virtual stage that receives the result of this forward or backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
-    def list_dependencies(self, last_stage: int) -> tuple[Action, ...]:
+    def get_dependencies(self, last_stage: int) -> tuple[Action, ...]:
         """Return the forward and backward passes that must complete before this one can start.
 
         Args:
@@ -76,25 +76,25 @@ _IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.
 class _PipelineSimulator:
     """Simulates a pipeline step by step, and records the order in which each rank runs its actions."""
 
-    def __init__(self, ranks: int, last: int) -> None:
-        self.last = last
+    def __init__(self, num_ranks: int, last_stage: int) -> None:
+        self.last = last_stage
         self.done: set[Action] = set()  # in earlier steps
-        self.orders: list[list[Action]] = [[] for _ in range(ranks)]
-        self.in_flight = [0] * ranks  # (virtual stage, micro-batch) pairs from their F to their W
+        self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.in_flight = [0] * num_ranks  # (virtual stage, micro-batch) pairs from their F to their W
 
     def is_ready(self, action: Action) -> bool:
-        return self.done.issuperset(action.list_dependencies(self.last))
+        return self.done.issuperset(action.get_dependencies(self.last))
 
     def run_until_done(
-        self, num_actions: int, choose_action: Callable[[int], Action | None]
+        self, num_actions: int, choose_action_fn: Callable[[int], Action | None]
     ) -> tuple[RankActions, ...]:
         """Simulate the pipeline, and return the order in which each rank runs its actions.
 
         Args:
-            choose_action: returns the next action of a rank, or None if the rank stays idle.
+            choose_action_fn: returns the next action of a rank, or None if the rank stays idle.
         """
         while len(self.done) < num_actions:
-            chosen = [choose_action(rank) for rank in range(len(self.orders))]
+            chosen = [choose_action_fn(rank) for rank in range(len(self.orders))]
             assert any(chosen), "no rank can run an action"
             for rank, action in enumerate(chosen):
                 if action is not None:
@@ -120,10 +120,10 @@ def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) 
     as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
     wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in rank_actions]
     weights: list[deque[Action]] = [deque() for _ in rank_actions]
-    limit = max(count_peak_in_flight_micro_batches(order) for order in rank_actions)
+    limit = max(get_peak_in_flight_micro_batches(order) for order in rank_actions)
     state = _PipelineSimulator(len(rank_actions), last_stage)
 
-    def choose(rank: int) -> Action | None:
+    def choose_next_action(rank: int) -> Action | None:
         first = wanted[rank][0] if wanted[rank] else None
         is_full = state.in_flight[rank] >= limit
         if first and state.is_ready(first) and not (is_full and first.kind is ActionKind.FORWARD):
@@ -134,15 +134,15 @@ def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) 
         return weights[rank].popleft() if weights[rank] else None
 
     num_backwards = sum(a.kind is ActionKind.BACKWARD for order in rank_actions for a in order)
-    return state.run_until_done(3 * num_backwards, choose)
+    return state.run_until_done(3 * num_backwards, choose_next_action)
 
 
-def count_peak_in_flight_micro_batches(order: Sequence[Action]) -> int:
+def get_peak_in_flight_micro_batches(rank_actions: Sequence[Action]) -> int:
     """Return how many micro-batch activations a rank stores at most, counted per virtual stage."""
-    return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
+    return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in rank_actions), initial=0))
 
 
-def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+def _build_zbv(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the zero-bubble V schedule (ZB-V), in which each rank runs two model chunks.
 
     A micro-batch passes the first chunks (a) from the first rank to the last, and the second chunks (b) back.
@@ -154,54 +154,54 @@ def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         0 | F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a .
         1 | .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
-    if micro_batches < 2 * stages - 1:
-        return _build_zbv_few_micro_batches(stages, micro_batches)
-    return tuple(_build_zbv_rank_actions(stages, micro_batches, rank) for rank in range(stages))
+    if num_micro_batches < 2 * num_stages - 1:
+        return _build_zbv_few_micro_batches(num_stages, num_micro_batches)
+    return tuple(_build_zbv_rank_actions(num_stages, num_micro_batches, rank) for rank in range(num_stages))
 
 
-def _build_zbv_rank_actions(stages: int, micro_batches: int, rank: int) -> RankActions:
+def _build_zbv_rank_actions(num_stages: int, num_micro_batches: int, rank: int) -> RankActions:
     """Return the forward and backward passes of one rank in the ZB-V schedule (Qi et al., 2024)."""
-    down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
+    down, up, ranks_left = rank, 2 * num_stages - 1 - rank, num_stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
 
-    def add(times: int, *steps: tuple[ActionKind, int]) -> None:
-        for step in steps * times:
-            if counts[step] < micro_batches:
+    def append_actions(num_repeats: int, *kinds_and_stages: tuple[ActionKind, int]) -> None:
+        for step in kinds_and_stages * num_repeats:
+            if counts[step] < num_micro_batches:
                 order.append(Action(*step, counts[step]))
                 counts[step] += 1
 
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
     down_steps, up_steps = ([(kind, stage) for kind in kinds] for stage in (down, up))
-    add(2 * ranks_left - 1, down_steps[0])
-    add(rank, up_steps[0], down_steps[0])
-    add(ranks_left, *up_steps)
-    add(micro_batches - stages, *down_steps, *up_steps)
-    add(rank, down_steps[1], up_steps[1])
-    add(ranks_left, *down_steps[1:])
-    add(micro_batches, up_steps[2])
-    add(micro_batches, down_steps[2])
+    append_actions(2 * ranks_left - 1, down_steps[0])
+    append_actions(rank, up_steps[0], down_steps[0])
+    append_actions(ranks_left, *up_steps)
+    append_actions(num_micro_batches - num_stages, *down_steps, *up_steps)
+    append_actions(rank, down_steps[1], up_steps[1])
+    append_actions(ranks_left, *down_steps[1:])
+    append_actions(num_micro_batches, up_steps[2])
+    append_actions(num_micro_batches, down_steps[2])
     return tuple(order)
 
 
-def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+def _build_zbv_few_micro_batches(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the ZB-V schedule for fewer than 2p - 1 micro-batches on p stages.
 
     The second chunk has priority over the first, and F over I. W runs if no other action can. One of the 2p activation
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
     """
-    last, limit = 2 * stages - 1, 2 * stages
-    state = _PipelineSimulator(stages, last)
+    last, limit = 2 * num_stages - 1, 2 * num_stages
+    state = _PipelineSimulator(num_stages, last)
     next_micro_batch = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}
 
-    def choose(rank: int) -> Action | None:
+    def choose_next_action(rank: int) -> Action | None:
         down, up = rank, last - rank
         priorities = [(kind, stage) for stage in (up, down) for kind in (ActionKind.FORWARD, ActionKind.INPUT)]
         for kind, stage in (*priorities, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
             action = Action(kind, stage, next_micro_batch[kind, stage])
             room = limit - state.in_flight[rank] - (stage == down)
             if (
-                action.micro_batch < micro_batches
+                action.micro_batch < num_micro_batches
                 and state.is_ready(action)
                 and (kind is not ActionKind.FORWARD or room > 0)
             ):
@@ -209,7 +209,7 @@ def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankA
                 return action
         return None
 
-    return state.run_until_done(6 * stages * micro_batches, choose)
+    return state.run_until_done(6 * num_stages * num_micro_batches, choose_next_action)
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
@@ -240,9 +240,9 @@ class Schedule:
         """The index of the last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
-    def get_chunk_index(self, stage: int) -> int:
+    def get_chunk_index(self, virtual_stage: int) -> int:
         """Return the index of a virtual stage among the virtual stages of its rank."""
-        return stage // self.stages
+        return virtual_stage // self.stages
 
 
 MAX_ACTIONS = 2**20
@@ -260,7 +260,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     """
     chunks = get_default_num_chunks(name) if chunks is None else chunks
     check_schedule(name, stages, chunks)
-    _check_micro_batches(name, stages, micro_batches, chunks)
+    _check_num_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
             f"The product of {micro_batches} micro-batches, {stages} stages and {chunks} chunks per stage exceeds the "
@@ -283,20 +283,22 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     return Schedule(name, stages, micro_batches, chunks, placement, orders)
 
 
-def drop_backward_passes(schedule: Schedule) -> Schedule:
+def make_forward_only_schedule(schedule: Schedule) -> Schedule:
     """Return a copy of a pipeline schedule without backward passes, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
 
-def list_sent_actions(schedule: Schedule, sender: int, receiver: int) -> RankActions:
+def get_sent_actions(schedule: Schedule, sender_rank: int, receiver_rank: int) -> RankActions:
     """Return the actions of one rank whose results must be sent to another rank, in order.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
     one. Results that stay on a rank are not sent, and W has no result.
     """
     return tuple(
-        a for a in schedule.actions[sender] if receiver != sender and receiver == find_receiver_rank(schedule, a)
+        a
+        for a in schedule.actions[sender_rank]
+        if receiver_rank != sender_rank and receiver_rank == find_receiver_rank(schedule, a)
     )
 
 
@@ -320,51 +322,52 @@ def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...
     return tuple(range(stages)) * chunks
 
 
-def get_default_num_chunks(name: str) -> int:
+def get_default_num_chunks(schedule_name: str) -> int:
     """Return the default number of model chunks (virtual stages) per rank for a schedule."""
-    check_choice("schedule", name, SCHEDULES)
-    return _CHUNKS.get(name, 2)
+    check_choice("schedule", schedule_name, SCHEDULES)
+    return _CHUNKS.get(schedule_name, 2)
 
 
-def check_schedule(name: str, stages: int, chunks: int) -> None:
+def check_schedule(schedule_name: str, num_stages: int, num_chunks: int) -> None:
     """Raise ConfigError if the schedule does not exist or does not support this number of stages or chunks."""
-    check_choice("schedule", name, SCHEDULES)
-    check_int("stages", stages)
-    required = _CHUNKS.get(name, chunks)
-    if chunks != required:
+    check_choice("schedule", schedule_name, SCHEDULES)
+    check_int("stages", num_stages)
+    required = _CHUNKS.get(schedule_name, num_chunks)
+    if num_chunks != required:
         raise ConfigError(
-            f"schedule={name!r} requires num_model_chunks={required}, but got {chunks}.",
+            f"schedule={schedule_name!r} requires num_model_chunks={required}, but got {num_chunks}.",
             remedy=f"Use num_model_chunks={required}, or schedule='interleaved' for more chunks per rank.",
         )
-    if chunks < get_default_num_chunks(name):
+    if num_chunks < get_default_num_chunks(schedule_name):
         raise ConfigError(
-            f"schedule={name!r} requires num_model_chunks to be at least 2, but got {chunks}.",
+            f"schedule={schedule_name!r} requires num_model_chunks to be at least 2, but got {num_chunks}.",
             remedy="Use num_model_chunks=2 or more, or schedule='1f1b' with num_model_chunks=1.",
         )
 
 
-def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
-    """Return the smallest number of micro-batches that a schedule accepts and that is not below ``at_least``."""
-    check_schedule(name, stages, chunks)
-    step = stages if name.startswith("interleaved") else 1
-    return max(1, -(-at_least // step)) * step
+def round_up_num_micro_batches(schedule_name: str, num_stages: int, num_chunks: int, min_micro_batches: int) -> int:
+    """Return the smallest number of micro-batches from ``min_micro_batches`` on that a schedule accepts."""
+    check_schedule(schedule_name, num_stages, num_chunks)
+    step = num_stages if schedule_name.startswith("interleaved") else 1
+    return max(1, -(-min_micro_batches // step)) * step
 
 
-def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    above = round_up_micro_batches(name, stages, chunks, at_least=micro_batches)
-    if micro_batches < 1:
+def _check_num_micro_batches(schedule_name: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    above = round_up_num_micro_batches(schedule_name, num_stages, num_chunks, min_micro_batches=num_micro_batches)
+    if num_micro_batches < 1:
         raise ConfigError(
-            f"micro_batches={micro_batches} is not a positive number.", remedy=f"Use {above} or more micro-batches."
+            f"micro_batches={num_micro_batches} is not a positive number.", remedy=f"Use {above} or more micro-batches."
         )
-    if above != micro_batches:
-        valid = f"{above - stages} or {above}" if above > stages else above
+    if above != num_micro_batches:
+        valid = f"{above - num_stages} or {above}" if above > num_stages else above
         raise ConfigError(
-            f"micro_batches={micro_batches} must be a multiple of the {stages} stages for schedule={name!r}.",
+            f"micro_batches={num_micro_batches} must be a multiple of the {num_stages} stages for "
+            f"schedule={schedule_name!r}.",
             remedy=f"Use {valid} micro-batches, or schedule='1f1b', which accepts any number.",
         )
 
 
-def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+def _build_gpipe(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the GPipe schedule (Huang et al., 2019): all forward passes, then all backward passes.
 
     Each rank keeps the activations of all m micro-batches.
@@ -377,10 +380,10 @@ def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         1 | .  F0 F1 F2 .  .  .  B0 -- B1 -- B2 -- .  .
         2 | .  .  F0 F1 F2 B0 -- B1 -- B2 -- .  .  .  .
     """
-    return _build_rank_actions(stages, micro_batches, 1, lambda rank: micro_batches)
+    return _build_rank_actions(num_stages, num_micro_batches, 1, lambda rank: num_micro_batches)
 
 
-def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+def _build_1f1b(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the 1F1B schedule (Narayanan et al., 2021), which alternates forward and backward passes.
 
     Rank r first runs p - 1 - r extra forward passes, so it keeps the activations of p - r micro-batches instead of m::
@@ -392,10 +395,10 @@ def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         2 | .  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 -- F5 B4 -- .  B5 -- .  .  .  .
         3 | .  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .  .  .  .  .  .
     """
-    return _build_rank_actions(stages, micro_batches, 1, lambda rank: stages - 1 - rank)
+    return _build_rank_actions(num_stages, num_micro_batches, 1, lambda rank: num_stages - 1 - rank)
 
 
-def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
+def _build_interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[RankActions, ...]:
     """Build the interleaved 1F1B schedule, in which each rank runs v model chunks (Narayanan et al., 2021).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
@@ -407,28 +410,31 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
         1 | .   F0a F1a F0b B0b --  F1b B1b --  F2a B0a --  F3a B1a --  F2b B2b --  F3b B3b --  B2a --  B3a --  .   .
     """
     return _build_rank_actions(
-        stages, micro_batches, chunks, lambda rank: 2 * (stages - 1 - rank) + (chunks - 1) * stages
+        num_stages,
+        num_micro_batches,
+        num_chunks,
+        lambda rank: 2 * (num_stages - 1 - rank) + (num_chunks - 1) * num_stages,
     )
 
 
 def _build_rank_actions(
-    stages: int, micro_batches: int, chunks: int, num_warmup_forwards: Callable[[int], int]
+    num_stages: int, num_micro_batches: int, num_chunks: int, get_num_warmup_forwards: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
     """Return the order of forward and backward passes on each rank: warm-up, alternation, cool-down."""
 
-    def list_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
+    def get_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
         return [
-            Action(kind, chunk * stages + rank, i)
-            for group in range(0, micro_batches, stages)
+            Action(kind, chunk * num_stages + rank, i)
+            for group in range(0, num_micro_batches, num_stages)
             for chunk in chunk_order
-            for i in range(group, min(group + stages, micro_batches))
+            for i in range(group, min(group + num_stages, num_micro_batches))
         ]
 
     orders = []
-    for rank in range(stages):
-        forwards = list_actions(ActionKind.FORWARD, rank, range(chunks))
-        backwards = list_actions(ActionKind.BACKWARD, rank, range(chunks)[::-1])
-        first = min(num_warmup_forwards(rank), len(forwards))
+    for rank in range(num_stages):
+        forwards = get_actions(ActionKind.FORWARD, rank, range(num_chunks))
+        backwards = get_actions(ActionKind.BACKWARD, rank, range(num_chunks)[::-1])
+        first = min(get_num_warmup_forwards(rank), len(forwards))
         in_turn = chain.from_iterable(zip(forwards[first:], backwards))
         orders.append((*forwards[:first], *in_turn, *backwards[len(forwards) - first :]))
     return tuple(orders)
@@ -507,11 +513,13 @@ def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send
         makespan=makespan,
         idle=idle,
         bubble=sum(idle) / (len(idle) * makespan) if makespan else 0.0,
-        in_flight=tuple(count_peak_in_flight_micro_batches(order) for order in schedule.actions),
+        in_flight=tuple(get_peak_in_flight_micro_batches(order) for order in schedule.actions),
     )
 
 
-def compute_bubble_fraction(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
+def compute_bubble_fraction(
+    schedule_name: str, num_stages: int, num_micro_batches: int, num_chunks: int
+) -> float | None:
     """Compute the idle fraction (bubble) of a pipeline schedule by formula, or return None if there is none.
 
     Assumes free communication and equal durations of F, I and W.
@@ -521,11 +529,11 @@ def compute_bubble_fraction(name: str, stages: int, micro_batches: int, chunks: 
         interleaved     (p - 1) / (v m + p - 1)        p=4, m=8, v=2: 3 / 19 = 16 %
         interleaved_zb  (p - 1) / (3 v m + p - 1)      p=4, m=8, v=2: 3 / 51 = 6 %
     """
-    check_schedule(name, stages, chunks)
-    if name == "zbv":
+    check_schedule(schedule_name, num_stages, num_chunks)
+    if schedule_name == "zbv":
         return None
-    pairs = chunks * micro_batches * (3 if name == "interleaved_zb" else 1)
-    return (stages - 1) / (pairs + stages - 1)
+    pairs = num_chunks * num_micro_batches * (3 if schedule_name == "interleaved_zb" else 1)
+    return (num_stages - 1) / (pairs + num_stages - 1)
 
 
 def _simulate_ranks(
@@ -540,7 +548,7 @@ def _simulate_ranks(
         for rank, order in enumerate(schedule.actions):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                needs = action.list_dependencies(schedule.last_stage)
+                needs = action.get_dependencies(schedule.last_stage)
                 if any(need not in ended for need in needs):
                     break
                 arrivals = [
@@ -555,6 +563,6 @@ def _simulate_ranks(
     for rank, order in enumerate(schedule.actions):
         if len(spans[rank]) < len(order):
             action = order[len(spans[rank])]
-            missing = [str(need) for need in action.list_dependencies(schedule.last_stage) if need not in ended]
+            missing = [str(need) for need in action.get_dependencies(schedule.last_stage) if need not in ended]
             waiting.append(f"rank {rank} cannot run {action} before {' and '.join(missing)}")
     return spans, ", ".join(waiting)

@@ -40,7 +40,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 def run_input_backward(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
     """Compute only the gradients of the inputs, and return them with a ``WeightBackward`` to run later.
 
@@ -50,14 +50,14 @@ def run_input_backward(
 
     Args:
         outputs: may be freed after this call.
-        grads: gradients of the outputs. None means 1 for a scalar, and no gradient for any other output. They must not
-            be modified before the returned backward pass has run.
+        grad_outputs: gradients of the outputs. None means 1 for a scalar, and no gradient for any other output. They
+            must not be modified before the returned backward pass has run.
         inputs: leaf tensors. Their ``.grad`` is not changed, and an unused input has the gradient None.
     """
     assert all(x.is_leaf for x in inputs), "inputs must be leaf tensors"
     output_grads = [
         (get_gradient_edge(y), torch.ones_like(y) if grad is None else grad)
-        for y, grad in zip(outputs, grads, strict=True)
+        for y, grad in zip(outputs, grad_outputs, strict=True)
         if y.requires_grad and (grad is not None or y.numel() == 1)
     ]
     input_edges = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if x.requires_grad}
@@ -94,11 +94,15 @@ class WeightBackward:
 
     def __init__(
         self,
-        other_outputs: list[tuple[GradientEdge, Tensor]],
-        branches: list[_BranchNode] | None = None,
+        other_output_grads: list[tuple[GradientEdge, Tensor]],
+        branch_nodes: list[_BranchNode] | None = None,
         output_edges: list[GradientEdge] | None = None,
     ) -> None:
-        self._other_outputs, self._branches, self._output_edges = other_outputs, branches or [], output_edges or []
+        self._other_outputs, self._branches, self._output_edges = (
+            other_output_grads,
+            branch_nodes or [],
+            output_edges or [],
+        )
 
     def run(self) -> None:
         """Compute the gradients of the weights, accumulate them in ``.grad``, and free the autograd graph.
@@ -110,7 +114,7 @@ class WeightBackward:
         if called := [branch for branch in branches if branch.results is None]:
             _compute_branch_grads(called)
         for branch in branches:
-            output_grads.extend(branch.pop_grads_toward_weights())
+            output_grads.extend(branch.pop_weight_path_grads())
         if output_grads:
             edges, values = (list(part) for part in zip(*output_grads))
             output_grads.clear()
@@ -143,28 +147,28 @@ class _BranchNode:
             executed_nodes: a list to which the hooks append this node when it runs.
         """
 
-        def prehook(grads: Grads) -> None:
+        def grad_prehook(grads: Grads) -> None:
             executed_nodes.append(self)
             self.grads = grads
             if self._supports_partial_grads():
                 self.needed_grads = self.node.needs_input_grad
-                self.node.needs_input_grad = self._select_needed_grads(for_weights=False)
+                self.node.needs_input_grad = self._select_needed_grads(select_weights=False)
                 if any(grad is None for grad in grads):
-                    self.node.apply = apply_filled
+                    self.node.apply = apply_with_raw_grads
 
-        def apply_filled(*grads: Tensor | None) -> Any:
+        def apply_with_raw_grads(*grads: Tensor | None) -> Any:
             # the autograd engine replaces None with zeros if the function materializes gradients
             self.grads = grads
             return type(self.node).apply(self.node, *grads)
 
-        def posthook(results: Grads, _: Grads) -> None:
+        def grad_posthook(results: Grads, _: Grads) -> None:
             # a custom function that ignores needs_input_grad computes all gradients now, and must not run again
             exit_grads = {k: results[k] for k in self.exits}
             must_run_once = get_autograd_function_class(self.node) is not None and self.needed_grads is None
             if must_run_once or any(grad is not None for grad in exit_grads.values()):
                 self.results, self.grads = exit_grads, ()
 
-        self.handles = [self.node.register_prehook(prehook), self.node.register_hook(posthook)]
+        self.handles = [self.node.register_prehook(grad_prehook), self.node.register_hook(grad_posthook)]
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -179,31 +183,31 @@ class _BranchNode:
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
-        return sum(needs) == len(self._list_edge_indices())
+        return sum(needs) == len(self._get_edge_indices())
 
-    def _list_edge_indices(self) -> list[int]:
+    def _get_edge_indices(self) -> list[int]:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
-    def _select_needed_grads(self, for_weights: bool) -> tuple[bool, ...]:
+    def _select_needed_grads(self, select_weights: bool) -> tuple[bool, ...]:
         """Return ``needs_input_grad`` flags that select the gradients of weights, or all other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
-        indices = iter(self._list_edge_indices())
-        return tuple(needs and (next(indices) in self.exits) == for_weights for needs in self.needed_grads)
+        indices = iter(self._get_edge_indices())
+        return tuple(needs and (next(indices) in self.exits) == select_weights for needs in self.needed_grads)
 
-    def compute_grads_toward_weights(self) -> None:
+    def compute_weight_path_grads(self) -> None:
         """Run the autograd node again to compute the gradients that flow to the weights."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
         else:
-            self.node.needs_input_grad = self._select_needed_grads(for_weights=True)
+            self.node.needs_input_grad = self._select_needed_grads(select_weights=True)
             input_grads = as_tuple(self.node.apply(*grads))
             needed = [grad for grad, needs in zip(input_grads, self.needed_grads) if needs]
-            results = dict(zip(self._list_edge_indices(), needed, strict=True))
+            results = dict(zip(self._get_edge_indices(), needed, strict=True))
         self.results = {k: results[k] for k in self.exits}
 
-    def pop_grads_toward_weights(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+    def pop_weight_path_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
         """Yield the gradients that flow to weights, each with its edge in the autograd graph, and free them."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
@@ -228,15 +232,15 @@ class _BranchNode:
         return GradientEdge(view, 0)
 
 
-def _find_nodes_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
-    """Find the autograd nodes between ``starts`` and ``ends``, and which of them also lead to weights.
+def _find_nodes_between(start_nodes: Iterable[Node], end_nodes: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
+    """Find the autograd nodes between ``start_nodes`` and ``end_nodes``, and which of them also lead to weights.
 
     Also returns whether a split backward pass accumulates gradients in the same order as a full one.
 
     The order changes if a computed weight (a copy made by autocast) accumulates three or more gradients, some from
     branch nodes and some from other nodes.
     """
-    before: dict[Node, list[Node]] = {start: [] for start in starts}
+    before: dict[Node, list[Node]] = {start: [] for start in start_nodes}
     to_visit = list(before)
     while to_visit:
         node = to_visit.pop()
@@ -246,7 +250,7 @@ def _find_nodes_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[No
                     before[follower] = []
                     to_visit.append(follower)
                 before[follower].append(node)
-    to_visit = [end for end in ends if end in before]
+    to_visit = [end for end in end_nodes if end in before]
     chain = set(to_visit)
     while to_visit:
         for node in before[to_visit.pop()]:
@@ -266,7 +270,7 @@ def _find_nodes_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[No
     return chain, branches, is_ordered
 
 
-def _compute_branch_grads(branches: Sequence[_BranchNode]) -> None:
+def _compute_branch_grads(branch_nodes: Sequence[_BranchNode]) -> None:
     """Compute the gradients that flow to the weights, inside a backward pass that requests only these gradients.
 
     Such a backward pass is needed because a node queries it for the gradients to compute.
@@ -276,12 +280,12 @@ def _compute_branch_grads(branches: Sequence[_BranchNode]) -> None:
         end = start.view(())
     assert end.grad_fn is not None
 
-    def call(*_: object) -> None:
-        for branch in branches:
-            branch.compute_grads_toward_weights()
+    def compute_grads_hook(*_: object) -> None:
+        for branch in branch_nodes:
+            branch.compute_weight_path_grads()
 
-    end.grad_fn.register_hook(call)
-    edges = [edge for branch in branches for edge in branch.exits.values()]
+    end.grad_fn.register_hook(compute_grads_hook)
+    edges = [edge for branch in branch_nodes for edge in branch.exits.values()]
     torch.autograd.grad([end], [get_gradient_edge(start), *edges], allow_unused=True)
 
 

@@ -23,8 +23,8 @@ from shardformer.context_parallel.sequence_sharded_tensor import to_local, wrap_
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
-from shardformer.random_state import SPLITMIX64, RandomUseDetector, seed_random
-from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
+from shardformer.random_state import SPLITMIX64, RNGUseDetector, seed_all_generators
+from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
 from shardformer.torch_compat import has_data, tree_leaves
 
 
@@ -43,11 +43,12 @@ class ParameterPlaceholders:
     def __len__(self) -> int:
         return len(self._placeholders)
 
-    def replace_params(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
+    def replace_params(self, model: nn.Module, is_local_by_name: Mapping[str, bool]) -> None:
         """Replace each parameter that this rank does not store with a placeholder.
 
         Args:
-            is_local: whether this rank stores a parameter, by its name. A tied parameter stays if any name is local.
+            is_local_by_name: whether this rank stores a parameter, by its name. A tied parameter stays if any name is
+                local.
         """
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
@@ -58,25 +59,25 @@ class ParameterPlaceholders:
         self._names = {id(module): tuple(module._parameters) for _, module in modules}
         for _, module in modules:
             for name, param in list(module._parameters.items()):
-                if param is not None and not any(is_local.get(full, True) for full in names[id(module), name]):
+                if param is not None and not any(is_local_by_name.get(full, True) for full in names[id(module), name]):
                     del module._parameters[name]
                     module.__dict__[name] = _make_placeholder(param)
                     self._placeholders.append((module, name, names[id(module), name]))
-        self._local_dtypes = get_parameter_dtypes(model)
+        self._local_dtypes = get_param_dtypes(model)
         incomplete = {id(module) for module, _, _ in self._placeholders}
         for _, module in modules:
             if any(id(inner) in incomplete for inner in module.modules()):
                 module.__dict__["named_parameters"] = _NamedParametersOverride(module, self)
 
-    def rename_parameters(self, rename_name: Callable[[str], str]) -> None:
+    def rename_parameters(self, rename_fn: Callable[[str], str]) -> None:
         """Update the stored names of parameters after modules were moved inside the model."""
         self._placeholders = [
-            (module, name, tuple(map(rename_name, names))) for module, name, names in self._placeholders
+            (module, name, tuple(map(rename_fn, names))) for module, name, names in self._placeholders
         ]
-        self._local_dtypes = {rename_name(name): dtype for name, dtype in self._local_dtypes.items()}
+        self._local_dtypes = {rename_fn(name): dtype for name, dtype in self._local_dtypes.items()}
 
     @contextmanager
-    def include_placeholders_in_parameters(self) -> Iterator[None]:
+    def include_placeholders(self) -> Iterator[None]:
         """Make ``module.parameters()`` include the placeholders in the ``with`` block."""
         before, self.is_visible = self.is_visible, True
         try:
@@ -84,7 +85,7 @@ class ParameterPlaceholders:
         finally:
             self.is_visible = before
 
-    def list_param_names(self, module: nn.Module) -> tuple[str, ...]:
+    def get_param_names(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of a module's own parameters and placeholders, in registration order."""
         return self._names.get(id(module), tuple(module._parameters))
 
@@ -101,17 +102,17 @@ class ParameterPlaceholders:
             for module, name, _ in self._placeholders:
                 _convert_placeholder(module, name, param.device)
 
-    def convert_dtypes(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    def convert_dtypes(self, model: nn.Module, dtype_by_name: Mapping[str, torch.dtype]) -> None:
         """Convert each parameter placeholder to the dtype of the real parameter on its pipeline stage.
 
         Args:
-            dtypes: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single rank)
-                is converted like this rank's parameters of the same dtype.
+            dtype_by_name: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single
+                rank) is converted like this rank's parameters of the same dtype.
         """
-        before, self._local_dtypes = self._local_dtypes, get_parameter_dtypes(model)
+        before, self._local_dtypes = self._local_dtypes, get_param_dtypes(model)
         converted = {before[name]: dtype for name, dtype in self._local_dtypes.items() if name in before}
         for module, name, names in self._placeholders:
-            known = next((dtypes[n] for n in names if n in dtypes), None)
+            known = next((dtype_by_name[n] for n in names if n in dtype_by_name), None)
             now = module.__dict__[name].dtype
             _convert_placeholder(module, name, known or converted.get(now, now))
 
@@ -149,7 +150,7 @@ class _NamedParametersOverride:
         module, seen = self._module, set[int]()
         modules = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
         for path, inner in modules if recurse else [(prefix, module)]:
-            for name in self._placeholders.list_param_names(inner):
+            for name in self._placeholders.get_param_names(inner):
                 value = inner._parameters.get(name)
                 value = inner.__dict__.get(name) if value is None else value
                 if value is not None and not (remove_duplicate and id(value) in seen):
@@ -157,14 +158,14 @@ class _NamedParametersOverride:
                     yield f"{path}.{name}" if path else name, value
 
 
-def get_parameter_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+def get_param_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter that this rank stores. A tied parameter has an entry for each of its names."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _convert_placeholder(module: nn.Module, name: str, device_or_dtype: torch.device | torch.dtype) -> None:
-    value: Tensor = module.__dict__[name]
-    module.__dict__[name] = value.as_strided((), ()).to(device_or_dtype).expand(value.shape)
+def _convert_placeholder(module: nn.Module, param_name: str, device_or_dtype: torch.device | torch.dtype) -> None:
+    value: Tensor = module.__dict__[param_name]
+    module.__dict__[param_name] = value.as_strided((), ()).to(device_or_dtype).expand(value.shape)
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ def _make_placeholder(param: Tensor) -> Tensor:
     return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
 
 
-def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def make_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return a NaN tensor with the shape and dtype that an embedding or linear layer would return."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
@@ -190,18 +191,18 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
-def has_nan(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains NaN."""
-    return _has_readable_float_values(x) and bool(x.isnan().any())
+def has_nan(tensor: Any) -> bool:
+    """Return whether ``tensor`` is a tensor that contains NaN."""
+    return _has_readable_float_values(tensor) and bool(tensor.isnan().any())
 
 
-def is_placeholder(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that contains only NaN, like the output of a skipped module."""
-    return _has_readable_float_values(x) and bool(x.isnan().all())
+def is_all_nan(tensor: Any) -> bool:
+    """Return whether ``tensor`` is a tensor that contains only NaN, like the output of a skipped module."""
+    return _has_readable_float_values(tensor) and bool(tensor.isnan().all())
 
 
-def _has_readable_float_values(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
+def _has_readable_float_values(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 0 and has_data(tensor)
 
 
 StageActivations = dict[str, Tensor]
@@ -214,25 +215,25 @@ class StageForwardState:
 
     Args:
         span: the layers of the stage.
-        received: activations from the previous stage.
+        received_activations: activations from the previous stage.
         seed: random seed of the micro-batch, or None if the model draws no random numbers.
-        at_end: called after the last layer of the model, before the head.
+        on_last_layer_end: called after the last layer of the model, before the head.
     """
 
     span: LayerRange
-    received: StageActivations
+    received_activations: StageActivations
     seed: int | None = None
-    at_end: Callable[[], None] | None = None
+    on_last_layer_end: Callable[[], None] | None = None
     context: Tensor | None = None
-    calls: list[int] = field(default_factory=list)
+    called_layers: list[int] = field(default_factory=list)
     is_computed: bool = True  # whether the previous layer's output has no NaN
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
     """Raised after the last layer of a stage, to end the forward pass early. Contains the activations to send."""
 
-    def __init__(self, payload: StageActivations) -> None:
-        self.payload = payload
+    def __init__(self, activations: StageActivations) -> None:
+        self.payload = activations
 
 
 class StageForward:
@@ -255,30 +256,34 @@ class StageForward:
     def __init__(
         self,
         model: nn.Module,
-        chain: LayerSequence,
+        layer_sequence: LayerSequence,
         placeholders: ParameterPlaceholders,
-        owners: Mapping[str, frozenset[int]],
+        owner_layers_by_name: Mapping[str, frozenset[int]],
         embedding_types: Sequence[type[nn.Module]] = (nn.Embedding,),
-        checkpointed: Iterable[int] = (),
-        random_stream: Callable[[StackDescription], int] = lambda _: 0,
+        checkpointed_layers: Iterable[int] = (),
+        random_stream_index_fn: Callable[[StackDescription], int] = lambda _: 0,
         device: torch.device | None = None,
-        wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
+        wrapper_by_layer_id: Mapping[int, nn.Module] = MappingProxyType({}),
         *,
-        permanent: bool = True,
+        override_permanently: bool = True,
     ) -> None:
-        self._chain, self._placeholders, self._embedding_types = chain, placeholders, tuple(embedding_types)
-        self._checkpointed, self._random_stream = set(checkpointed), random_stream
-        self._num_layers, self._wrappers, self._owners = len(chain.layer_calls), dict(wrappers), owners
+        self._chain, self._placeholders, self._embedding_types = layer_sequence, placeholders, tuple(embedding_types)
+        self._checkpointed, self._random_stream = set(checkpointed_layers), random_stream_index_fn
+        self._num_layers, self._wrappers, self._owners = (
+            len(layer_sequence.layer_calls),
+            dict(wrapper_by_layer_id),
+            owner_layers_by_name,
+        )
         # path -> layer or its wrapper, index of the stack, first layer call
         self._patched_layers: dict[str, tuple[nn.Module, int, int]] = {}
         self._checked_layers: set[int] = set()
         self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
         self.now: StageForwardState | None = None
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
-        self.draws = RandomUseDetector(device or torch.device("cpu"))
+        self.draws = RNGUseDetector(device or torch.device("cpu"))
         self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
         self._remove_hooks: list[Callable[[], None]] = []
-        if permanent:
+        if override_permanently:
             self._override_layer_forwards(model)
 
     @contextmanager
@@ -297,7 +302,7 @@ class StageForward:
     def _override_layer_forwards(self, model: nn.Module) -> None:
         """Override the `forward` methods of the model's layers. Call this after all other changes to the layers."""
         chain = self._chain
-        for index, (stack, start) in enumerate(zip(chain.stacks, chain.stack_starts, strict=True)):
+        for index, (stack, start) in enumerate(zip(chain.stacks, chain.stack_start_indices, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
                 layer = model.get_submodule(path)
                 layer = self._wrappers.get(id(layer), layer)
@@ -315,9 +320,9 @@ class StageForward:
         for module, layer_indices in outside.items():
             self._skip_module_on_other_stages(module, layer_indices)
 
-    def _override_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _override_forward(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
-        module.forward = _ForwardOverride(forward, module.forward)
+        module.forward = _ForwardOverride(forward_fn, module.forward)
 
     def _restore_forward(self, module: nn.Module) -> None:
         forward = self._overridden.pop(module)
@@ -326,9 +331,9 @@ class StageForward:
         else:
             module.forward = forward
 
-    def enable_layer_checkpointing(self, path: str) -> None:
-        """Enable activation checkpointing for the layer at ``path``."""
-        self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == path}
+    def enable_layer_checkpointing(self, layer_path: str) -> None:
+        """Enable activation checkpointing for the layer at ``layer_path``."""
+        self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == layer_path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
         """Move the `forward` overrides of layers to the wrappers that the user added around these layers.
@@ -346,7 +351,7 @@ class StageForward:
             self._override_layer(current, index, layer_index)
 
     def run_stage_forward(
-        self, model: nn.Module, state: StageForwardState, forward: Callable[[], Any]
+        self, model: nn.Module, forward_state: StageForwardState, forward_fn: Callable[[], Any]
     ) -> tuple[Any, StageActivations | None]:
         """Run the model's forward pass up to the last layer of the pipeline stage.
 
@@ -354,53 +359,53 @@ class StageForward:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
         """
         self._placeholders.move_to_device_of(model)
-        self.now = state
-        self._seed_rng(state, 0)
-        if not self._num_layers and state.at_end is not None:
-            state.at_end()
+        self.now = forward_state
+        self._seed_rng(forward_state, 0)
+        if not self._num_layers and forward_state.on_last_layer_end is not None:
+            forward_state.on_last_layer_end()
         try:
-            with self._placeholders.include_placeholders_in_parameters():
-                return forward(), None
+            with self._placeholders.include_placeholders():
+                return forward_fn(), None
         except StageBoundaryReached as reached:  # forward hooks do not run in this case
             for end in self.boundary_callbacks:
                 end(reached.payload)
             return None, reached.payload
         finally:
             self.now = None
-            self.draws.end()
+            self.draws.stop()
 
-    def _seed_rng(self, state: StageForwardState, segment: int) -> None:
+    def _seed_rng(self, forward_state: StageForwardState, segment_index: int) -> None:
         """Seed the random generators for a layer, so that dropout does not depend on the number of pipeline stages."""
-        self.draws.end()
-        if state.seed is not None:
-            seed_random((state.seed + SPLITMIX64[0] * segment) % 2**63)
-        self.draws.begin()
+        self.draws.stop()
+        if forward_state.seed is not None:
+            seed_all_generators((forward_state.seed + SPLITMIX64[0] * segment_index) % 2**63)
+        self.draws.start()
 
     def _override_layer(self, module: nn.Module, stack_index: int, layer_index: int) -> None:
         stack, original = self._chain.stacks[stack_index], module.forward
-        first = self._chain.stack_starts[stack_index]
+        first = self._chain.stack_start_indices[stack_index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             stage_pass = self.now
             if stage_pass is None:
                 return original(*args, **kwargs)
             at = layer_index
-            if stack.repeats_layers:
-                at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
-            if at in stage_pass.calls:
+            if stack.has_repeated_layers:
+                at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.called_layers)
+            if at in stage_pass.called_layers:
                 raise ConfigError(
                     f"The model ran the layers of {stack.layers} twice in one forward pass, which pipeline parallelism "
                     "does not support.",
                     remedy="Omit pipe, or change the model so that it runs each layer once per forward pass.",
                 )
-            stage_pass.calls.append(at)
+            stage_pass.called_layers.append(at)
             if at < stage_pass.span.start:
-                hidden, returns = get_first_tensor(args, kwargs), stack.stages.num_outputs
+                hidden, returns = get_first_tensor_arg(args, kwargs), stack.stages.num_outputs
                 return (hidden, *[None] * (returns - 1)) if returns else hidden
             if at >= stage_pass.span.stop:
                 raise StageBoundaryReached(self._collect_activations(stage_pass, at, args, kwargs))
-            if at == stage_pass.span.start and "hidden" in stage_pass.received:
-                before, hidden = get_first_tensor(args, kwargs), stage_pass.received["hidden"]
+            if at == stage_pass.span.start and "hidden" in stage_pass.received_activations:
+                before, hidden = get_first_tensor_arg(args, kwargs), stage_pass.received_activations["hidden"]
                 args = tuple(hidden if value is before else value for value in args)
                 kwargs = {name: hidden if value is before else value for name, value in kwargs.items()}
             return self._run_layer(stage_pass, at, stack, original, args, kwargs)
@@ -409,79 +414,79 @@ class StageForward:
 
     def _run_layer(
         self,
-        stage_pass: StageForwardState,
+        forward_state: StageForwardState,
         layer_index: int,
         stack: StackDescription,
-        original: Callable[..., Any],
+        original_forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
     ) -> Any:
-        self._seed_rng(stage_pass, layer_index + 1 + (self._num_layers + 2) * self._random_stream(stack))
+        self._seed_rng(forward_state, layer_index + 1 + (self._num_layers + 2) * self._random_stream(stack))
         is_first = layer_index not in self._checked_layers
         if is_first:
             self._checked_layers.add(layer_index)
-            self._check_arguments(stage_pass, layer_index, original, args, kwargs)
+            self._check_layer_arguments(forward_state, layer_index, original_forward, args, kwargs)
         if layer_index in self._checkpointed and torch.is_grad_enabled():
-            output = checkpoint(original, *args, use_reentrant=False, **kwargs)
+            output = checkpoint(original_forward, *args, use_reentrant=False, **kwargs)
         else:
-            output = original(*args, **kwargs)
+            output = original_forward(*args, **kwargs)
         if is_first:
-            stage_pass.is_computed = not any(map(has_nan, tree_leaves(output)))
+            forward_state.is_computed = not any(map(has_nan, tree_leaves(output)))
             _check_num_outputs(stack, self._chain.layer_calls[layer_index], output)
         if layer_index == self._num_layers - 1:
             if is_first:
-                self.is_last_layer_valid = stage_pass.is_computed
-            self._seed_rng(stage_pass, self._num_layers + 1)
-            if stage_pass.at_end is not None:
-                stage_pass.at_end()
+                self.is_last_layer_valid = forward_state.is_computed
+            self._seed_rng(forward_state, self._num_layers + 1)
+            if forward_state.on_last_layer_end is not None:
+                forward_state.on_last_layer_end()
         return output
 
-    def _check_arguments(
+    def _check_layer_arguments(
         self,
-        stage_pass: StageForwardState,
+        forward_state: StageForwardState,
         layer_index: int,
-        original: Callable[..., Any],
+        original_forward: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
         """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""
         path = self._chain.layer_calls[layer_index]
-        names = list(inspect.signature(original).parameters)
+        names = list(inspect.signature(original_forward).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
-        hidden = get_first_tensor(args, kwargs)
+        hidden = get_first_tensor_arg(args, kwargs)
         for name, value in arguments:
             may_be_nan = value is hidden and (
-                not stage_pass.is_computed or layer_index == stage_pass.span.start > 0 or not self._placeholders
+                not forward_state.is_computed or layer_index == forward_state.span.start > 0 or not self._placeholders
             )
             if not may_be_nan and any(map(has_nan, tree_leaves(value))):
                 raise _make_missing_argument_error(path, name)
 
     def _collect_activations(
-        self, stage_pass: StageForwardState, layer_index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, forward_state: StageForwardState, layer_index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StageActivations:
-        def state(name: str) -> Tensor:
-            if name == "hidden":
-                return get_first_tensor(args, kwargs)
-            assert stage_pass.context is not None
-            return to_local(stage_pass.context)
+        def get_activation(activation_name: str) -> Tensor:
+            if activation_name == "hidden":
+                return get_first_tensor_arg(args, kwargs)
+            assert forward_state.context is not None
+            return to_local(forward_state.context)
 
-        return {name: state(name) for name in self._chain.list_received_activations(layer_index)}
+        return {name: get_activation(name) for name in self._chain.get_received_activation_names(layer_index)}
 
-    def _override_context_argument(self, module: nn.Module, stack: StackDescription, start: int) -> None:
+    def _override_context_argument(self, module: nn.Module, stack: StackDescription, first_layer_index: int) -> None:
         assert stack.context is not None
         name = stack.context[1]
         parameters = list(inspect.signature(module.forward).parameters)
         position = parameters.index(name) if name in parameters else len(parameters)
 
-        def replace_context(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def replace_context_pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             stage_pass = self.now
             if stage_pass is None:
                 return None
             value = kwargs[name] if name in kwargs else next(iter(args[position:]), None)
-            if stage_pass.span.start >= start and "context" in stage_pass.received:
-                if stage_pass.span.start >= start + len(stack.layer_calls):
+            if stage_pass.span.start >= first_layer_index and "context" in stage_pass.received_activations:
+                if stage_pass.span.start >= first_layer_index + len(stack.layer_calls):
                     return None
-                stage_pass.context = wrap_shard_like(stage_pass.received["context"], value)
+                stage_pass.context = wrap_shard_like(stage_pass.received_activations["context"], value)
                 if name in kwargs:
                     return args, {**kwargs, name: stage_pass.context}
                 return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
@@ -491,22 +496,22 @@ class StageForward:
                     f"encoder, but got {value!r:.60}.",
                     remedy="Pass the inputs of both the encoder and the decoder to the model.",
                 )
-            if stage_pass.span.stop <= start:
+            if stage_pass.span.stop <= first_layer_index:
                 raise StageBoundaryReached({"context": to_local(value)})
             stage_pass.context = value
             return None
 
-        remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context, with_kwargs=True)
+        remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context_pre_hook, with_kwargs=True)
         self._remove_hooks.append(remove)
 
-    def _skip_module_on_other_stages(self, module: nn.Module, owners: frozenset[int]) -> None:
+    def _skip_module_on_other_stages(self, module: nn.Module, owner_layers: frozenset[int]) -> None:
         """Skip an embedding or linear layer on pipeline stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             stage_pass = self.now
-            if stage_pass is not None and owners.isdisjoint(stage_pass.span):
-                return compute_placeholder_output(module, args, kwargs)
+            if stage_pass is not None and owner_layers.isdisjoint(stage_pass.span):
+                return make_placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 
         self._override_forward(module, forward)
@@ -515,9 +520,9 @@ class StageForward:
 class _ForwardOverride:
     """A `forward` method that replaces a module's own, and that raises ConfigError if the module is copied."""
 
-    def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self._forward = forward
+    def __init__(self, forward_fn: Callable[..., Any], original_forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original_forward)
+        self._forward = forward_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
@@ -529,21 +534,23 @@ class _ForwardOverride:
         )
 
 
-def _check_num_outputs(stack: StackDescription, path: str, output: Any) -> None:
+def _check_num_outputs(stack: StackDescription, layer_path: str, output: Any) -> None:
     """Raise PolicyError if ``num_outputs`` in the policy does not match what a layer returned."""
     is_tuple, number = isinstance(output, tuple), stack.stages.num_outputs
     if is_tuple != bool(number):
         returned = len(output) if is_tuple else 0
         raise PolicyError(
-            f"The layer {path} returned a {type(output).__name__}, which does not match num_outputs={number} in the "
+            f"The layer {layer_path} returned a {type(output).__name__}, which does not match num_outputs={number} "
+            "in the "
             "policy.",
             remedy=f"Set stages=PipelineHints(num_outputs={returned}) in the LayerStack of {stack.layers}.",
         )
 
 
-def _make_missing_argument_error(path: str, name: str) -> ConfigError:
+def _make_missing_argument_error(layer_path: str, argument_name: str) -> ConfigError:
     return ConfigError(
-        f"The argument {name} of the layer {path} contains NaN, because another stage computes it or the batch "
+        f"The argument {argument_name} of the layer {layer_path} contains NaN, because another stage computes it or "
+        "the batch "
         "contains NaN.",
         remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])), or in "
         "shared_from_first, with_first_layer or with_last_layer as in docs/policies.md.",

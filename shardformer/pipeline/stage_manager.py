@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import count_unpacked_values, find_packed_weights
+from shardformer.layout.packed_weights import find_packed_weights, get_unpacked_numel
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_model_configs, get_parent_and_attribute_name
 from shardformer.pipeline.layer_sequence import (
@@ -183,23 +183,23 @@ class PipelineStages:
     def is_running_forward(self) -> bool:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
-    def find_owner_ranks(self, name: str) -> tuple[int, ...]:
-        """Return the pipeline ranks that store the parameter or buffer ``name``."""
-        return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
+    def find_owner_ranks(self, tensor_name: str) -> tuple[int, ...]:
+        """Return the pipeline ranks that store the parameter or buffer ``tensor_name``."""
+        return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[tensor_name]}))
 
-    def is_stored_on_this_rank(self, name: str) -> bool:
-        """Return whether this rank stores the parameter or buffer ``name``."""
-        return self.manager.stage in self.find_owner_ranks(name)
+    def is_stored_locally(self, tensor_name: str) -> bool:
+        """Return whether this rank stores the parameter or buffer ``tensor_name``."""
+        return self.manager.stage in self.find_owner_ranks(tensor_name)
 
     @property
     def num_parameters(self) -> int:
         """The number of elements in the parameters of the full model, with tied weights counted once."""
         return sum(dict(self.parameters.values()).values())
 
-    def is_on_other_rank(self, path: str) -> bool:
-        """Return whether the module at ``path`` belongs to a layer that only other pipeline ranks run."""
+    def is_on_other_rank(self, module_path: str) -> bool:
+        """Return whether the module at ``module_path`` belongs to a layer that only other pipeline ranks run."""
         units = self.chain.layer_calls
-        positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
+        positions = [at for at, unit in enumerate(units) if module_path == unit or module_path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._get_local_layer_ranges())
 
     def get_canonical_names(self, prefix: str = "") -> dict[str, str]:
@@ -212,37 +212,39 @@ class PipelineStages:
         """
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
-    def rename_tensors(self, rename: Callable[[str], str]) -> None:
+    def rename_tensors(self, rename_fn: Callable[[str], str]) -> None:
         """Update the recorded names of parameters and buffers after modules were moved inside the model."""
-        self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
-        self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
-        self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
-        self.parameters = {rename(name): (rename(first), count) for name, (first, count) in self.parameters.items()}
-        self.shared = {rename(name): ranks for name, ranks in self.shared.items()}
-        self.placeholders.rename_parameters(rename)
+        self.owner_layers = {rename_fn(name): layers for name, layers in self.owner_layers.items()}
+        self.owner_stages = {rename_fn(name): stages for name, stages in self.owner_stages.items()}
+        self.state = {rename_fn(name): (rename_fn(first), shape) for name, (first, shape) in self.state.items()}
+        self.parameters = {
+            rename_fn(name): (rename_fn(first), count) for name, (first, count) in self.parameters.items()
+        }
+        self.shared = {rename_fn(name): ranks for name, ranks in self.shared.items()}
+        self.placeholders.rename_parameters(rename_fn)
 
-    def add_tensor(self, name: str, same_stage_as: str, shape: tuple[int, ...]) -> None:
-        """Record that a new tensor is on the same pipeline stages as the tensor ``same_stage_as``."""
-        self.owner_layers[name], self.owner_stages[name] = (
-            self.owner_layers[same_stage_as],
-            self.owner_stages[same_stage_as],
+    def add_tensor(self, tensor_name: str, reference_name: str, shape: tuple[int, ...]) -> None:
+        """Record that a new tensor is on the same pipeline stages as the tensor ``reference_name``."""
+        self.owner_layers[tensor_name], self.owner_stages[tensor_name] = (
+            self.owner_layers[reference_name],
+            self.owner_stages[reference_name],
         )
-        self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
+        self.state[tensor_name], self.parameters[tensor_name] = (tensor_name, shape), (tensor_name, prod(shape))
 
-    def drop_tensors(self, is_removed: Callable[[str], bool]) -> None:
+    def drop_tensors(self, should_drop: Callable[[str], bool]) -> None:
         """Remove the records of parameters and buffers that the model no longer has."""
         tables: list[dict[str, Any]] = [self.owner_layers, self.owner_stages, self.state, self.parameters, self.shared]
         for table in tables:
-            for name in [name for name in table if is_removed(name)]:
+            for name in [name for name in table if should_drop(name)]:
                 del table[name]
 
-    def describe_partition(self) -> list[str]:
+    def get_partition_summary_lines(self) -> list[str]:
         """Describe in text how layers are assigned to pipeline stages, to compare it between ranks."""
         return [str(self.manager.get_user_options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
         """Replace the parameters of other pipeline stages with placeholders."""
-        self.placeholders.replace_params(model, {name: self.is_stored_on_this_rank(name) for name in self.owner_stages})
+        self.placeholders.replace_params(model, {name: self.is_stored_locally(name) for name in self.owner_stages})
 
     def _get_local_layer_ranges(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
@@ -252,7 +254,7 @@ class PipelineStages:
         model: nn.Module,
         activation_layout: ActivationLayout,
         context: ParallelContext,
-        wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
+        wrapper_by_module_id: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
         """Override the ``forward`` methods of layers, so that this rank runs only its own pipeline stages.
 
@@ -260,7 +262,7 @@ class PipelineStages:
         and the model stays unchanged between steps.
 
         Args:
-            wrappers: the outermost wrapper around the forward pass of a module, by the id of the module.
+            wrapper_by_module_id: the outermost wrapper around the forward pass of a module, by the id of the module.
         """
         self.stream = activation_layout
         copy_first_layer_attributes(model, self.chain, self._get_local_layer_ranges())
@@ -273,8 +275,8 @@ class PipelineStages:
             self._find_recomputed_layers(),
             partial(_get_random_stream_index, stream=activation_layout, context=context),
             context.device,
-            wrappers,
-            permanent=self.manager.num_stages > 1,
+            wrapper_by_module_id,
+            override_permanently=self.manager.num_stages > 1,
         )
 
     def temporarily_override_forward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -299,14 +301,14 @@ def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, 
     return 0 if is_replicated else layout.get_random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
-def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> PipelineStages:
+def build_stages(model: nn.Module, policy: LayerSequencePolicy, stage_manager: PipelineStageManager) -> PipelineStages:
     """Assign the layers and parameters of an unsharded model to virtual pipeline stages.
 
     Raises:
         ConfigError: if the model has no stack of layers, fewer layers than stages, LayerDrop, or an option that needs
             the outputs of all layers.
     """
-    chain, owners, costs, spans = partition_model(model, policy, manager)
+    chain, owners, costs, spans = partition_model(model, policy, stage_manager)
     tensors = _map_to_canonical_name(model.state_dict(keep_vars=True))
     packed = find_packed_weights(model)
     quantized = tuple(f"{name.rpartition('.')[0]}." for name in packed)
@@ -316,12 +318,12 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
         if name not in packed and (name in owners or not name.startswith(quantized))
     }
     tensors = _map_to_canonical_name(dict(model.named_parameters(remove_duplicate=False)))
-    parameters = {name: (first, count_unpacked_values(p)) for name, (first, p) in tensors.items()}
+    parameters = {name: (first, get_unpacked_numel(p)) for name, (first, p) in tensors.items()}
     stages = PipelineStages(
-        manager, chain, spans, costs, owners, map_tensors_to_stages(owners, spans), state, parameters
+        stage_manager, chain, spans, costs, owners, map_tensors_to_stages(owners, spans), state, parameters
     )
     names: dict[str, list[str]] = {}
-    for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
+    for name, (first, _) in parameters.items() if stage_manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
     # keep the names of a parameter adjacent: stages use different ones, and fill buckets in this order
     for tied_names in names.values():
@@ -332,7 +334,7 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
 
 
 def partition_model(
-    model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager
+    model: nn.Module, policy: LayerSequencePolicy, stage_manager: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
     """Split the layers of a model into virtual pipeline stages.
 
@@ -340,52 +342,57 @@ def partition_model(
 
     Raises the same errors as ``build_stages``.
     """
-    count = manager.num_virtual_stages
+    count = stage_manager.num_virtual_stages
     chain = policy.layer_sequence()
     if count > 1 and not chain.stacks:
-        raise make_no_layers_error(model, str(manager.num_stages), policy.notes)
-    if manager.num_stages > 1:
+        raise make_no_layers_error(model, str(stage_manager.num_stages), policy.notes)
+    if stage_manager.num_stages > 1:
         _check_config_supports_pipeline(model)
         if reason := policy.no_pipeline_reason():
             raise ConfigError(
-                f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}.",
+                f"pipe={stage_manager.num_stages} does not work with {type(model).__name__}: {reason}.",
                 remedy="Omit pipe, and use tensor or data parallelism instead.",
             )
     owners = map_tensors_to_layers(model, chain) if chain.stacks else {}
-    costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
+    costs = (
+        list(stage_manager.layer_costs)
+        if stage_manager.layer_costs is not None
+        else estimate_layer_costs(model, chain, owners)
+    )
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
             f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.layer_calls)} layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
-    if count > max(len(costs), manager.num_stages):
-        chunks = count // manager.num_stages
+    if count > max(len(costs), stage_manager.num_stages):
+        chunks = count // stage_manager.num_stages
         raise ConfigError(
-            f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} pipeline stages of {chunks} "
+            f"{type(model).__name__} has {len(costs)} layers, but {stage_manager.num_stages} pipeline stages of "
+            f"{chunks} "
             f"chunks need at least {count}.",
             remedy="Use fewer stages, or schedule='1f1b', which has one chunk per stage.",
         )
     if count == 1:
         bounds = [0, len(costs)]
-    elif isinstance(manager.partition, str):
-        is_uniform = manager.partition == "uniform"
+    elif isinstance(stage_manager.partition, str):
+        is_uniform = stage_manager.partition == "uniform"
         bounds = partition_uniform(len(costs), count) if is_uniform else partition_balanced(costs, count)
     else:
-        bounds = partition_explicit(manager.partition, len(costs), count)
-    return chain, owners, costs, chain.get_stage_ranges(bounds)
+        bounds = partition_explicit(stage_manager.partition, len(costs), count)
+    return chain, owners, costs, chain.get_stage_layer_ranges(bounds)
 
 
-def _map_to_canonical_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
+def _map_to_canonical_name(tensors_by_name: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
     """Map each name to its tensor and to the first name of the same tensor. Tied weights have the same first name."""
     first: dict[int, str] = {}
-    return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return {name: (first.setdefault(id(x), name), x) for name, x in tensors_by_name.items() if isinstance(x, Tensor)}
 
 
 def copy_first_layer_attributes(
     model: nn.Module, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
     """Copy ``shared_from_first`` attributes from the first layer to the first layer of each pipeline stage."""
-    for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_starts, strict=True):
+    for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
         for span in layer_ranges:
             at = max(span.start, start)
             is_copied = start < at < min(span.stop, start + len(stack.layer_calls))

@@ -52,17 +52,17 @@ class LayerRoleConverter:
 
     Args:
         layer: the layer.
-        path: path of the layers, for errors.
+        layer_path: path of the layers, for errors.
         axis: the tensor axis.
         is_stage: whether the layers are one stage of several (as in Swin), in which early stages may have few heads.
-        classes: the parallel layers of the tensor parallel mode.
+        parallel_classes: the parallel layers of the tensor parallel mode.
     """
 
     layer: nn.Module
-    path: str
+    layer_path: str
     axis: Axis
     is_stage: bool = False
-    classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
+    parallel_classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
         """Return whether the layer contains the attention module, MLP or experts that the policy describes.
@@ -71,13 +71,13 @@ class LayerRoleConverter:
         ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a
         required module is missing.
         """
-        has = paths.find_submodule(self.layer, role.at) is not None
+        has = paths.get_submodule_or_none(self.layer, role.at) is not None
         if "*" in role.at:
             has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
         if has and role.optional and (out := get_output_layer_path(role)) is not None:
-            has = paths.find_submodule(self.layer, out) is not None
+            has = paths.get_submodule_or_none(self.layer, out) is not None
         if not has and not role.optional:
-            raise paths.make_module_not_found_error(self.path, role.at, self.layer)
+            raise paths.make_module_not_found_error(self.layer_path, role.at, self.layer)
         return has
 
     def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
@@ -88,29 +88,30 @@ class LayerRoleConverter:
         return merge_descriptions([self._describe_mlp(replace(mlp, at=at)) for at in found])
 
     def _describe_mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = paths.list_existing_submodule_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        ups = paths.get_existing_submodule_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.layer_path)
         down = paths.resolve_path(mlp.at, mlp.down)
-        width = self.count_features(down, out=False)
-        fused = mlp.fused or max(self.count_features(ups[0], out=True) // width, 1)
+        width = self.get_num_features(down, of_output=False)
+        fused = mlp.fused or max(self.get_num_features(ups[0], of_output=True) // width, 1)
         for up in ups:
-            features = self.count_features(up, out=True)
+            features = self.get_num_features(up, of_output=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} input "
+                    f"{self.layer_path}.{up} has {features} output features, but {self.layer_path}.{down} has "
+                    f"{width} input "
                     "features.",
                     remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
-        check_shardable_width(width, self.axis, f"{self.path}.{ups[0]}")
+        check_width_is_shardable(width, self.axis, f"{self.layer_path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
-        norms = [norm.rstrip("?") for norm in norms if paths.submodule_exists(self.layer, norm, self.path)]
-        norms = [norm for norm in norms if not isinstance(paths.find_submodule(self.layer, norm), nn.Identity)]
+        norms = [norm.rstrip("?") for norm in norms if paths.has_submodule(self.layer, norm, self.layer_path)]
+        norms = [norm for norm in norms if not isinstance(paths.get_submodule_or_none(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
-        subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
+        subs += [LayerReplacement(norm, self.parallel_classes.norm, {"split": row}) for norm in norms]
         block.fuse_activation = fused == 1 and not norms
         if mlp.shared_exit is not None:
-            paths.get_linear_submodule(self.layer, mlp.shared_exit, self.path)
+            paths.get_linear_submodule(self.layer, mlp.shared_exit, self.layer_path)
         block.shared_exit = mlp.shared_exit
         return description
 
@@ -128,31 +129,33 @@ class LayerRoleConverter:
         """
         cross_columns = cross_columns or {}
         columns = {**entry_columns, **cross_columns}
-        subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
-        subs.append(LayerReplacement(row_path, self.classes.row, {"split": row_split}))
+        subs = [LayerReplacement(name, self.parallel_classes.column, dict(kwargs)) for name, kwargs in columns.items()]
+        subs.append(LayerReplacement(row_path, self.parallel_classes.row, {"split": row_split}))
         block = BlockDescription(entry_path, list(entry_columns), row_path, list(cross_columns))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
-    def count_features(self, linear_path: str, *, out: bool) -> int:
-        return paths.get_num_features(paths.get_linear_submodule(self.layer, linear_path, self.path), of_output=out)
-
-
-def check_shardable_width(width: int, axis: Axis, path: str) -> None:
-    """Raise ConfigError if an MLP or expert has too few features for the tensor parallel size."""
-    if width < axis.size:
-        raise ConfigError(
-            f"A tensor size of {axis.size} exceeds the {width} features of {path}.",
-            remedy=f"Use a tensor size of at most {width}.",
+    def get_num_features(self, linear_path: str, *, of_output: bool) -> int:
+        return paths.get_num_features(
+            paths.get_linear_submodule(self.layer, linear_path, self.layer_path), of_output=of_output
         )
 
 
-def check_output_layers_exist(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
+def check_width_is_shardable(num_features: int, axis: Axis, linear_path: str) -> None:
+    """Raise ConfigError if an MLP or expert has too few features for the tensor parallel size."""
+    if num_features < axis.size:
+        raise ConfigError(
+            f"A tensor size of {axis.size} exceeds the {num_features} features of {linear_path}.",
+            remedy=f"Use a tensor size of at most {num_features}.",
+        )
+
+
+def check_output_layers_exist(stack: LayerStack, layer_list_path: str, layers: Sequence[nn.Module]) -> None:
     """Raise PolicyError if the output layer of an optional attention module or MLP exists in no layer."""
     for role in stack.blocks:
         out = get_output_layer_path(role) if role.optional else None
-        there = [layer for layer in layers if paths.find_submodule(layer, role.at) is not None]
-        if out is not None and there and all(paths.find_submodule(layer, out) is None for layer in there):
-            at, output = (paths.join_path(path, "*", name) for name in (role.at, out))
+        there = [layer for layer in layers if paths.get_submodule_or_none(layer, role.at) is not None]
+        if out is not None and there and all(paths.get_submodule_or_none(layer, out) is None for layer in there):
+            at, output = (paths.join_path(layer_list_path, "*", name) for name in (role.at, out))
             raise PolicyError(
                 f"The output layer {output!r} of {at!r} does not exist in any layer.",
                 remedy=suggest_similar_names(out, [name for name, _ in there[0].named_modules() if name])
@@ -181,14 +184,16 @@ class AttentionRoleConverter:
     def head_layout(self) -> HeadLayout:
         num_heads = self._get_head_count(self.num_heads)
         if num_heads is None:
-            raise self._make_missing_count_error()
+            raise self._make_missing_head_count_error()
         num_kv_heads = self._get_head_count(self.num_kv_heads) or num_heads
-        out = self._resolve_path(self.role.projections.out)
-        unit = get_features_per_head(f"{self.layer.path}.{out}", self.layer.count_features(out, out=False), num_heads)
+        out = self._resolve_projection_path(self.role.projections.out)
+        unit = get_features_per_head(
+            f"{self.layer.layer_path}.{out}", self.layer.get_num_features(out, of_output=False), num_heads
+        )
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
-    def num_uneven_heads(self) -> int | None:
+    def num_unshardable_heads(self) -> int | None:
         """The number of heads if it is too small to shard a stage of a model such as Swin, otherwise None."""
         heads = self._get_head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
@@ -206,7 +211,7 @@ class AttentionRoleConverter:
             paths.get_submodule_or_raise(self.layer.layer, self.role.at) if attr_path.startswith(".") else self.config
         )
 
-    def _make_missing_count_error(self) -> PolicyError:
+    def _make_missing_head_count_error(self) -> PolicyError:
         source = self.num_heads
         owner = self._get_attr_owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
@@ -225,11 +230,11 @@ class AttentionRoleConverter:
         from_context = inputs.cross_attention or inputs.arguments
         others = {*inputs.inner_inputs, *((linears.k, linears.v, linears.kv) if from_context else ())}
         description, block = self.layer.describe_block(
-            at if inputs.entry is None else self._resolve_path(inputs.entry),
-            {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name not in others},
-            self._resolve_path(linears.out),
+            at if inputs.entry is None else self._resolve_projection_path(inputs.entry),
+            {self._resolve_projection_path(name): kwargs for name, kwargs in columns.items() if name not in others},
+            self._resolve_projection_path(linears.out),
             self.head_layout.get_query_split(),
-            {self._resolve_path(name): kwargs for name, kwargs in columns.items() if name in others},
+            {self._resolve_projection_path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
         by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.head_layout.query_head_bounds[rank : rank + 2]
@@ -240,18 +245,18 @@ class AttentionRoleConverter:
         block.gather_module = at if inputs.full_sequence else None
         return description
 
-    def _resolve_path(self, name: str) -> str:
-        return paths.resolve_path(self.role.at, name)
+    def _resolve_projection_path(self, relative_path: str) -> str:
+        return paths.resolve_path(self.role.at, relative_path)
 
-    def _get_local_attr_kind(self, name: str, entry_kind: str) -> str:
+    def _get_local_attr_kind(self, attr_name: str, entry_kind: str) -> str:
         """Return what an entry of ``local_attrs`` counts, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
         """
-        entry = self.role.local_attrs[name]
+        entry = self.role.local_attrs[attr_name]
         kind = entry if isinstance(entry, str) else entry[0]
         if kind not in LOCAL_ATTR_KINDS[entry_kind]:
-            raise make_unknown_attr_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
+            raise make_unknown_attr_kind_error(self.role, attr_name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
         return kind
 
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
@@ -267,11 +272,11 @@ class AttentionRoleConverter:
         arguments: dict[str, int] = {}
         subs, classes, queries = (
             description.sub_module_replacement or [],
-            self.layer.classes,
+            self.layer.parallel_classes,
             self.head_layout.get_query_split(),
         )
         for name, counted in self.role.local_attrs.items():
-            path = self._resolve_path(name.rstrip("?"))
+            path = self._resolve_projection_path(name.rstrip("?"))
             thing = paths.get_attribute_by_path(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self._get_local_attr_kind(name, "parameter")
@@ -295,66 +300,68 @@ class AttentionRoleConverter:
         description.attribute_replacement, description.parameters = attributes, parameters
         return arguments
 
-    def _make_missing_attr_error(self, name: str) -> PolicyError:
+    def _make_missing_attr_error(self, attr_name: str) -> PolicyError:
         module = paths.get_submodule_or_raise(self.layer.layer, self.role.at)
-        owner = paths.find_submodule(module, name.rpartition(".")[0]) or module
+        owner = paths.get_submodule_or_none(module, attr_name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._resolve_path(name)}, which does not exist.",
-            remedy=suggest_similar_names(name.rpartition(".")[2], known)
+            f"local_attrs={{{attr_name!r}: ...}} names "
+            f"{self.layer.layer_path}.{self._resolve_projection_path(attr_name)}, which does not exist.",
+            remedy=suggest_similar_names(attr_name.rpartition(".")[2], known)
             + " If only some models have it, end the name with ?",
         )
 
-    def _make_projection_kwargs(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
+    def _make_projection_kwargs(self, projections: AttentionProjections) -> dict[str, dict[str, Any]]:
         """Return keyword arguments for the parallel layers that replace the q, k and v projections."""
         layout, q_unit = self.head_layout, None
         expand = layout.get_local_kv_head_per_query(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
-        if linears.q:
-            q_unit = self._count_features_per_head(
-                linears.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim
+        if projections.q:
+            q_unit = self._get_linear_head_dim(
+                projections.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim
             )
-            columns[linears.q] = {"split": layout.get_query_split(q_unit)}
-        for gate in linears.gates:
-            columns[gate] = {"split": layout.get_query_split(self._count_features_per_head(gate, layout.num_heads))}
-        for name, expected in ((linears.k, q_unit), (linears.v, layout.head_dim)):
+            columns[projections.q] = {"split": layout.get_query_split(q_unit)}
+        for gate in projections.gates:
+            columns[gate] = {"split": layout.get_query_split(self._get_linear_head_dim(gate, layout.num_heads))}
+        for name, expected in ((projections.k, q_unit), (projections.v, layout.head_dim)):
             if name:
-                width = self._count_features_per_head(name, layout.num_kv_heads, expected)
+                width = self._get_linear_head_dim(name, layout.num_kv_heads, expected)
                 columns[name] = {"split": layout.get_kv_split(width)} | ({"expand": (width, expand)} if expand else {})
-        for fused in filter(None, (linears.qkv, linears.kv)):
-            columns[fused] = {"split": self._make_fused_split(linears, fused)}
+        for fused in filter(None, (projections.qkv, projections.kv)):
+            columns[fused] = {"split": self._make_fused_split(projections, fused)}
         return columns
 
-    def _count_features_per_head(self, linear_path: str, num_heads: int, expected: int | None = None) -> int:
+    def _get_linear_head_dim(self, linear_path: str, num_heads: int, expected_head_dim: int | None = None) -> int:
         return get_features_per_head(
-            f"{self.layer.path}.{self._resolve_path(linear_path)}",
-            self._count_output_features(linear_path),
+            f"{self.layer.layer_path}.{self._resolve_projection_path(linear_path)}",
+            self._get_out_features(linear_path),
             num_heads,
-            expected,
+            expected_head_dim,
         )
 
-    def _count_output_features(self, linear_path: str) -> int:
-        return self.layer.count_features(self._resolve_path(linear_path), out=True)
+    def _get_out_features(self, linear_path: str) -> int:
+        return self.layer.get_num_features(self._resolve_projection_path(linear_path), of_output=True)
 
-    def _make_fused_split(self, linears: AttentionProjections, linear_path: str) -> Split:
-        layout, features, has_q = self.head_layout, self._count_output_features(linear_path), linear_path == linears.qkv
+    def _make_fused_split(self, projections: AttentionProjections, linear_path: str) -> Split:
+        layout, features, has_q = self.head_layout, self._get_out_features(linear_path), linear_path == projections.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
-        if features != sum(sizes) and not (linears.interleaved and linear_path in self.role.inputs.inner_inputs):
-            name, required = self._resolve_path(linear_path), " + ".join(map(str, sizes))
+        if features != sum(sizes) and not (projections.interleaved and linear_path in self.role.inputs.inner_inputs):
+            name, required = self._resolve_projection_path(linear_path), " + ".join(map(str, sizes))
             raise PolicyError(
-                f"{self.layer.path}.{name} must have {required} features for {heads} heads, {kv_heads} KV heads and "
+                f"{self.layer.layer_path}.{name} must have {required} features for {heads} heads, {kv_heads} KV "
+                "heads and "
                 f"head dim {d}, but has {features}.",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
             )
-        if any(layout.get_local_kv_head_per_query(r) for r in range(layout.ranks)):
-            at = f"{self.layer.path}.{self.role.at}"
+        if any(layout.get_local_kv_head_per_query(r) for r in range(layout.num_ranks)):
+            at = f"{self.layer.layer_path}.{self.role.at}"
             raise ConfigError(
-                f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly.",
+                f"A tensor size of {layout.num_ranks} splits the {kv_heads} KV heads of {at} unevenly.",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}.",
             )
-        if linears.interleaved:
-            self._count_features_per_head(linear_path, kv_heads)
+        if projections.interleaved:
+            self._get_linear_head_dim(linear_path, kv_heads)
             return layout.get_grouped_projection_split(has_q, features)
         part = layout.partition
         splits = [part.get_query_split(), part.get_kv_split(), part.get_kv_split()][-len(sizes) :] * layout.partitions
@@ -368,7 +375,9 @@ def _remove_missing_projections(
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {
-        field: name if paths.find_submodule(layer, paths.resolve_path(attention_path, name)) is not None else None
+        field: name
+        if paths.get_submodule_or_none(layer, paths.resolve_path(attention_path, name)) is not None
+        else None
         for field, name in optional.items()
     }
     return replace(projections, **found) if found else projections
@@ -388,10 +397,10 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
     """
     module = paths.get_submodule_or_raise(layer, experts.at)
     at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
-    shapes = {name: tuple(_get_stacked_parameter(module, at, name).shape) for name in (*ups, experts.down)}
-    dims = _choose_shard_dims(experts, shapes, at)
+    shapes = {name: tuple(_get_stacked_expert_param(module, at, name).shape) for name in (*ups, experts.down)}
+    dims = _choose_expert_shard_dims(experts, shapes, at)
     width = shapes[experts.down][dims[experts.down]]
-    check_shardable_width(width, axis, f"{at}.{ups[0]}")
+    check_width_is_shardable(width, axis, f"{at}.{ups[0]}")
     unit = math.gcd(width, ALIGNED)
     is_aligned = width // unit >= axis.size
     unit = unit if is_aligned else 1
@@ -401,45 +410,52 @@ def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) 
     splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, axis.size, unit)}
     parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
     block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-    attributes = {} if is_aligned else _make_eager_experts_config(module, experts.at)
+    attributes = {} if is_aligned else _get_eager_experts_config(module, experts.at)
     return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
 
-def _get_stacked_parameter(module: nn.Module, path: str, name: str) -> Tensor:
-    full = getattr(module, name, None)
+def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: str) -> Tensor:
+    full = getattr(module, param_name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{path}.{name} must be a parameter with the weights (3 dims) or biases (2 dims) of all experts.",
+            f"{module_path}.{param_name} must be a parameter with the weights (3 dims) or biases (2 dims) of all "
+            "experts.",
             remedy="Correct the name, or describe experts that are separate modules as an MLP with * in its path.",
         )
     return full
 
 
-def _choose_shard_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], path: str) -> Mapping[str, int]:
+def _choose_expert_shard_dims(
+    experts: Experts, param_shapes: Mapping[str, tuple[int, ...]], module_path: str
+) -> Mapping[str, int]:
     """Return the dimension to shard for each parameter of the experts.
 
     Raises PolicyError if no dim or several dims are possible.
     """
-    ways = [way for way in list_expert_dim_choices(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
+    ways = [
+        way
+        for way in list_expert_shard_dim_choices(param_shapes, experts.down, experts.fused)
+        if way.keys() == param_shapes.keys()
+    ]
     if experts.dims or experts.fused == 1:
         required = dict(experts.dims) or {experts.down: 2}
         ways = [way for way in ways if way | required == way]
     if len(ways) != 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        found = ", ".join(f"{name} {shape}" for name, shape in param_shapes.items())
         if ways:
             raise PolicyError(
-                f"Cannot infer which dimensions of {found} to shard in {path}, because several match.",
+                f"Cannot infer which dimensions of {found} to shard in {module_path}, because several match.",
                 remedy=f"Pass dims={ways[0]} if the forward pass uses these dimensions.",
             )
         raise PolicyError(
-            f"The shapes of {found} in {path} do not match those of experts with fused={experts.fused}.",
+            f"The shapes of {found} in {module_path} do not match those of experts with fused={experts.fused}.",
             remedy="Correct the parameter names, `fused` or `dims` in the policy.",
         )
     return ways[0]
 
 
-def list_expert_dim_choices(
-    shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
+def list_expert_shard_dim_choices(
+    param_shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
 ) -> list[dict[str, int]]:
     """Return all ways to choose which dimension of each expert parameter contains the features.
 
@@ -448,21 +464,21 @@ def list_expert_dim_choices(
     """
     ways = []
     for at in (2, 1):
-        width, hidden = shapes[down_name][at], shapes[down_name][3 - at]
+        width, hidden = param_shapes[down_name][at], param_shapes[down_name][3 - at]
         of = {
             name: [d for d in range(1, len(s)) if s[d] == num_fused * width and (len(s) == 2 or s[3 - d] == hidden)]
-            for name, s in shapes.items()
+            for name, s in param_shapes.items()
         } | {down_name: [at]}
-        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
+        of = {name: dims for name, dims in of.items() if dims or len(param_shapes[name]) == 3}
         ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
     return ways
 
 
-def _make_eager_experts_config(module: nn.Module, path: str) -> dict[str, Any]:
+def _get_eager_experts_config(module: nn.Module, module_path: str) -> dict[str, Any]:
     """Return a config with transformers' eager experts, which support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return {paths.join_path(path, "config"): config}
+    return {paths.join_path(module_path, "config"): config}

@@ -256,12 +256,12 @@ BLIP2_VISION_BLOCKS: list[Role] = [
 ]
 
 
-def _make_qformer_attention(at: str, **kwargs: Any) -> Attention:
+def _make_qformer_attention(attention_path: str, **attention_kwargs: Any) -> Attention:
     return Attention(
-        f"{at}.attention",
-        AttentionProjections(q="query", k="key", v="value", out=f".{at}.output.dense"),
+        f"{attention_path}.attention",
+        AttentionProjections(q="query", k="key", v="value", out=f".{attention_path}.output.dense"),
         local_attrs={"num_attention_heads": "heads", "all_head_size": "width"},
-        **kwargs,
+        **attention_kwargs,
     )
 
 
@@ -328,9 +328,9 @@ class Blip2Policy(RolePolicy):
         return LayerSequence(tuple(found))
 
 
-def _make_sam_attention(at: str) -> Attention:
+def _make_sam_attention(attention_path: str) -> Attention:
     return Attention(
-        at,
+        attention_path,
         Q_K_V_OUT,
         local_attrs={"num_attention_heads": "heads"},
         inputs=AttentionInputs(arguments=["key", "value"]),
@@ -439,9 +439,9 @@ T5_STAGES = PipelineHints(num_outputs=3, shared_from_first=T5_BIAS_TABLE)
 """Only the first layer computes the biases. In a pipeline the first layer of each stage computes them."""
 
 
-def _make_t5_attention(at: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:
+def _make_t5_attention(attention_path: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:
     counts = {"n_heads": "heads", "relative_attention_bias?": "heads"}
-    return Attention(at, AttentionProjections(q="q", k="k", v="v", out="o"), counts, inputs)
+    return Attention(attention_path, AttentionProjections(q="q", k="k", v="v", out="o"), counts, inputs)
 
 
 class T5Policy(RolePolicy):
@@ -513,8 +513,8 @@ WHISPER_CROSS_ATTENTION = AttentionInputs(cross_attention=True)
 WHISPER_MLP = MLP("fc1", up="", down=".fc2")
 
 
-def _make_whisper_attention(at: str, **kwargs: Any) -> Attention:
-    return Attention(at, Q_K_V_OUT, local_attrs={"num_heads": "heads"}, **kwargs)
+def _make_whisper_attention(attention_path: str, **attention_kwargs: Any) -> Attention:
+    return Attention(attention_path, Q_K_V_OUT, local_attrs={"num_heads": "heads"}, **attention_kwargs)
 
 
 class WhisperPolicy(RolePolicy):

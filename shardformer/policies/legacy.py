@@ -150,15 +150,17 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
         )
     for argument in arguments.values():
         check_field_types(argument)
-    heads = {_get_module_path(layer) for layer in _get_result_or_empty(policy.unembedding())}
+    heads = {_get_layer_path(layer) for layer in _empty_if_not_implemented(policy.unembedding())}
     return {key: _convert_argument_to_description(key, argument, heads) for key, argument in arguments.items()}
 
 
-def _convert_argument_to_description(key: Any, argument: Argument, head_paths: set[str]) -> ModulePolicyDescription:
+def _convert_argument_to_description(
+    module_key: Any, argument: Argument, head_paths: set[str]
+) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
-    layers = [layer for function in functions for layer in _get_result_or_empty(function())]
+    layers = [layer for function in functions for layer in _empty_if_not_implemented(function())]
     if not layers and not attributes:
-        name = getattr(key, "__name__", key)
+        name = getattr(module_key, "__name__", module_key)
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
             f"The Argument for {name} has no effect, because attr_dict is empty and param_funcs ({names}) return no "
@@ -176,7 +178,7 @@ def replace_model_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, t
 
     Returns (class before, class after), or None if the policy keeps the class.
     """
-    if not (pair := _get_result_or_empty(policy.inject_policy())):
+    if not (pair := _empty_if_not_implemented(policy.inject_policy())):
         return None
     native, custom = pair
     model.__class__ = custom
@@ -189,7 +191,7 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
     Returns (name, name of the parameter to which it is tied) for each pair.
     """
     tied = []
-    for source, target in dict(_get_result_or_empty(policy.binding_policy())).items():
+    for source, target in dict(_empty_if_not_implemented(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
         source_shape, target_shape = tuple(source_param.shape), tuple(model.get_parameter(target).shape)
         if source_shape != target_shape:
@@ -205,14 +207,14 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
 
 def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
     """Raise PolicyError if a legacy policy names a class or a parameter that the model does not have."""
-    pair = _get_result_or_empty(policy.inject_policy())
+    pair = _empty_if_not_implemented(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
             f"inject_policy replaces the class {pair[0].__name__}, but the model is a {type(model).__name__}.",
             remedy=f"Return ({type(model).__name__}, {pair[1].__name__}) from inject_policy.",
         )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in [n for bound in dict(_get_result_or_empty(policy.binding_policy())).items() for n in bound]:
+    for name in [n for bound in dict(_empty_if_not_implemented(policy.binding_policy())).items() for n in bound]:
         if name not in names:
             raise PolicyError(
                 f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have.",
@@ -220,16 +222,18 @@ def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
             )
 
 
-def _get_result_or_empty(result: Any) -> Any:
+def _empty_if_not_implemented(method_result: Any) -> Any:
     """Return the result of a legacy policy's method, or () if the method is not implemented.
 
     A method that is not implemented returns None or an exception.
     """
-    is_exception = isinstance(result, BaseException) or (isinstance(result, type) and issubclass(result, BaseException))
-    return () if result is None or is_exception else result
+    is_exception = isinstance(method_result, BaseException) or (
+        isinstance(method_result, type) and issubclass(method_result, BaseException)
+    )
+    return () if method_result is None or is_exception else method_result
 
 
-def _get_module_path(layer: Layer) -> str:
+def _get_layer_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
             f"The layers of a policy must be Layer objects, but got {layer!r:.80}.",
@@ -248,16 +252,16 @@ def _get_module_path(layer: Layer) -> str:
 
 
 def _make_layer_replacement(layer: Layer, head_paths: set[str]) -> SubModuleReplacementDescription:
-    path, target = _get_module_path(layer), layer.replace_layer
+    path, target = _get_layer_path(layer), layer.replace_layer
     kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    target = target or _choose_parallel_class(layer, path in head_paths)
+    target = target or _choose_parallel_layer_class(layer, path in head_paths)
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 
-def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
+def _choose_parallel_layer_class(layer: Layer, is_lm_head: bool) -> Any:
     if isinstance(layer, Row_Layer):
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):
@@ -266,7 +270,7 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
             remedy="Use Col_Layer to shard the output features, Row_Layer to shard the input features, or pass "
             "replace_layer.",
         )
-    return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnParallelOrEmbedding
+    return VocabParallelLMHead1D if is_lm_head and not layer.gather_output else ColumnParallelOrEmbedding
 
 
 class ColumnParallelOrEmbedding(ParallelModule):

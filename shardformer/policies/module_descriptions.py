@@ -13,7 +13,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
-from shardformer.pipeline.layer_sequence import prepend_to_module_paths
+from shardformer.pipeline.layer_sequence import prepend_path_to_fields
 from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
@@ -90,10 +90,10 @@ class BlockDescription:
 
     def with_path_prefix(self, prefix: str) -> BlockDescription:
         """Return a copy with ``prefix`` prepended to all module paths."""
-        own = prepend_to_module_paths(
+        own = prepend_path_to_fields(
             self, prefix, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module"
         )
-        return replace(own, arguments=self.arguments and prepend_to_module_paths(self.arguments, prefix, "at"))
+        return replace(own, arguments=self.arguments and prepend_path_to_fields(self.arguments, prefix, "at"))
 
     @property
     def contains_exit_layer(self) -> bool:
@@ -149,18 +149,20 @@ def check_field_types(instance: Any) -> None:
     kind: Any = type(instance)
     for item in fields(instance):
         value = getattr(instance, item.name)
-        check_type(kind.__name__, item.name, value, get_cached_type_hints(kind)[item.name])
-        for inner in _iterate_nested_descriptions(value):
+        check_value_type(kind.__name__, item.name, value, get_cached_type_hints(kind)[item.name])
+        for inner in _iter_nested_descriptions(value):
             check_field_types(inner)
 
 
-def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
-    """Raise PolicyError if ``value`` does not match the type hint ``hint``."""
-    if not _matches_type(value, hint):
+def check_value_type(owner_name: str, value_name: str, value: Any, type_hint: Any) -> None:
+    """Raise PolicyError if ``value`` does not match the type hint ``type_hint``."""
+    if not _is_instance_of_hint(value, type_hint):
         raise PolicyError(
-            f"{owner} has the invalid value {name}={value!r:.120}.",
-            rule=f"`{name}` must be {describe_type(hint)}",
-            remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else "Correct it in the policy",
+            f"{owner_name} has the invalid value {value_name}={value!r:.120}.",
+            rule=f"`{value_name}` must be {format_type_hint(type_hint)}",
+            remedy=f"Use {value_name}=[{value!r:.80}]"
+            if _is_instance_of_hint([value], type_hint)
+            else "Correct it in the policy",
         )
 
 
@@ -169,55 +171,57 @@ def get_cached_type_hints(cls: Any) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 
-def describe_type(hint: Any) -> str:
+def format_type_hint(type_hint: Any) -> str:
     """Convert a type hint to words for an error message, such as "a string"."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = get_origin(type_hint), get_args(type_hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe_type(each) for each in arguments)
-    if hint is Callable or origin is Callable:
+        return " or ".join(format_type_hint(each) for each in arguments)
+    if type_hint is Callable or origin is Callable:
         return "a function"
     if origin is type:
         return "a class"
     if _is_subclass(origin, Mapping):
-        return f"a dict ({describe_type(arguments[0])}: {describe_type(arguments[1])})"
+        return f"a dict ({format_type_hint(arguments[0])}: {format_type_hint(arguments[1])})"
     if origin is tuple and arguments[-1] is not ...:
-        return f"({', '.join(map(describe_type, arguments))})"
+        return f"({', '.join(map(format_type_hint, arguments))})"
     if _is_subclass(origin, Collection):
-        return f"a list (each {describe_type(arguments[0])})"
-    return TYPE_NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOM' else 'a'} {hint.__name__}"
+        return f"a list (each {format_type_hint(arguments[0])})"
+    return TYPE_NAMES.get(type_hint) or f"{'an' if type_hint.__name__[0] in 'AEIOM' else 'a'} {type_hint.__name__}"
 
 
-def _matches_type(value: Any, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
+def _is_instance_of_hint(value: Any, type_hint: Any) -> bool:
+    origin, arguments = get_origin(type_hint), get_args(type_hint)
+    if type_hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_matches_type(value, each) for each in arguments)
+        return any(_is_instance_of_hint(value, each) for each in arguments)
     if origin is Callable:
         return callable(value)
     if origin is type:
         return isinstance(value, type)
     if _is_subclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            _matches_type(k, arguments[0]) and _matches_type(v, arguments[1]) for k, v in value.items()
+            _is_instance_of_hint(k, arguments[0]) and _is_instance_of_hint(v, arguments[1]) for k, v in value.items()
         )
     if _is_subclass(origin, Collection):
         if not isinstance(value, Collection) or isinstance(value, str | Mapping):
             return False
         if origin is tuple and arguments[-1] is not ...:
-            return len(value) == len(arguments) and all(map(_matches_type, value, arguments))
-        return all(_matches_type(each, arguments[0]) for each in value)
-    if hint is int:
+            return len(value) == len(arguments) and all(map(_is_instance_of_hint, value, arguments))
+        return all(_is_instance_of_hint(each, arguments[0]) for each in value)
+    if type_hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    return isinstance(value, type_hint)
 
 
-def _is_subclass(origin: Any, parent: type) -> bool:
-    return isinstance(origin, type) and issubclass(origin, parent)
+def _is_subclass(candidate: Any, parent_class: type) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, parent_class)
 
 
-def _iterate_nested_descriptions(value: Any) -> Iterator[Any]:
-    for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+def _iter_nested_descriptions(field_value: Any) -> Iterator[Any]:
+    for each in (
+        field_value if isinstance(field_value, Sequence) and not isinstance(field_value, str) else [field_value]
+    ):
         if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in POLICY_MODULES:
             yield each
 

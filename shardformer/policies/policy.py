@@ -38,7 +38,7 @@ RENAMED = {
 """Earlier names of a policy's attributes and methods -> their names now."""
 
 
-@deprecate_renamed_arguments({}, attributes=RENAMED)
+@deprecate_renamed_arguments({}, renamed_attributes=RENAMED)
 class Policy(LegacyPolicy):
     """Base class of policies, which describe how a model is sharded.
 
@@ -70,7 +70,7 @@ class Policy(LegacyPolicy):
         """Returns the policy of a model inside this one. None supports registered families only."""
 
     @property
-    def replaces_class_or_ties_params(self) -> bool:
+    def has_replaced_class_or_tied_params(self) -> bool:
         """Whether the policy replaces the model's class or ties parameters."""
         functions = (self.inject_policy, self.binding_policy)
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
@@ -83,7 +83,7 @@ class Policy(LegacyPolicy):
         """Set the sharding config, and check that the policy supports it."""
         self.shard_config = shard_config
         # without tensor parallelism the policy describes the model as for a single rank
-        self.axis = shard_config.get_head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
+        self.axis = shard_config.get_attention_head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:
@@ -135,15 +135,15 @@ class PolicyLocation:
     """The module and class name of a policy that is imported on first use.
 
     Args:
-        file_name: a module of ``shardformer.policies``, or the full name of a module.
+        module_name: a module of ``shardformer.policies``, or the full name of a module.
         class_name: name of the policy class in the module.
     """
 
-    file_name: str
+    module_name: str
     class_name: str
 
-    def load_policy_class(self) -> type[Policy]:
-        name = self.file_name if "." in self.file_name else f"shardformer.policies.{self.file_name}"
+    def import_policy_class(self) -> type[Policy]:
+        name = self.module_name if "." in self.module_name else f"shardformer.policies.{self.module_name}"
         policy: type[Policy] = getattr(import_module(name), self.class_name)
         return policy
 
@@ -205,17 +205,19 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     _REGISTERED[model_type] = policy
 
 
-def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
+def get_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
     """Find the policy that is registered for the model's family, and describe where it comes from."""
     family = get_model_family(model)
     if not isinstance(family, str):
         return None
     if family in _REGISTERED:
         return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
-    return (FAMILIES[family].load_policy_class()(), f"the registered family {family!r}") if family in FAMILIES else None
+    return (
+        (FAMILIES[family].import_policy_class()(), f"the registered family {family!r}") if family in FAMILIES else None
+    )
 
 
-def has_user_policy(model: nn.Module) -> bool:
+def has_user_registered_policy(model: nn.Module) -> bool:
     """Return whether the user registered a policy for the model's family."""
     return get_model_family(model) in _REGISTERED
 

@@ -29,11 +29,11 @@ from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
     check_field_types,
-    check_type,
+    check_value_type,
     get_cached_type_hints,
     merge_descriptions,
 )
-from shardformer.policies.policy import Policy, find_registered_policy
+from shardformer.policies.policy import Policy, get_registered_policy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
 from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE, ParallelLayerClasses
 
@@ -89,7 +89,7 @@ class RolePolicy(Policy):
         super().set_model(model)
         written = vars(self) if is_library_policy(self) else RolePolicy.__annotations__
         for name in (name for name in RolePolicy.__annotations__ if name in written):
-            check_type(type(self).__name__, name, getattr(self, name), get_cached_type_hints(RolePolicy)[name])
+            check_value_type(type(self).__name__, name, getattr(self, name), get_cached_type_hints(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
         reason = self.no_sequence_parallel_reason()
@@ -156,31 +156,31 @@ class RolePolicy(Policy):
 
     def _find_submodel_policies(self) -> list[tuple[str, Policy]]:
         out = []
-        for path in [part.rstrip("?") for part in self.submodels if paths.submodule_exists(self.model, part)]:
+        for path in [part.rstrip("?") for part in self.submodels if paths.has_submodule(self.model, part)]:
             policy = self._get_submodel_policy(model := paths.get_submodule_or_raise(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
 
-    def _get_submodel_policy(self, model: nn.Module, path: str) -> Policy:
+    def _get_submodel_policy(self, model: nn.Module, submodel_path: str) -> Policy:
         if self.find_submodel_policy is not None:
             return self.find_submodel_policy(model)
-        if (known := find_registered_policy(model)) is not None:
+        if (known := get_registered_policy(model)) is not None:
             return known[0]
         raise PolicyError(
-            f"No policy is registered for the submodel {path!r} of class {type(model).__name__}.",
+            f"No policy is registered for the submodel {submodel_path!r} of class {type(model).__name__}.",
             remedy="Register a policy with shardformer.register_policy(model_type, policy).",
         )
 
     def _describe_layers(
-        self, path: str, roles: Sequence[Role], is_stage: bool
+        self, layer_list_path: str, roles: Sequence[Role], is_stage: bool
     ) -> dict[ModuleKey, ModulePolicyDescription]:
-        layers = dict((module := paths.get_submodule_or_raise(self.model, path)).named_children())
+        layers = dict((module := paths.get_submodule_or_raise(self.model, layer_list_path)).named_children())
         if not layers:
-            raise paths.make_module_not_found_error(path, "0", module)
+            raise paths.make_module_not_found_error(layer_list_path, "0", module)
         return {
-            f"{path}.{name}": self._describe_roles(
-                roles, LayerRoleConverter(layer, f"{path}.*", self.axis, is_stage, self._parallel_classes)
+            f"{layer_list_path}.{name}": self._describe_roles(
+                roles, LayerRoleConverter(layer, f"{layer_list_path}.*", self.axis, is_stage, self._parallel_classes)
             )
             for name, layer in layers.items()
         }
@@ -195,22 +195,20 @@ class RolePolicy(Policy):
             *(s.with_path_prefix(path) for path, policy in submodels for s in policy.stacks()),
         ]
 
-    def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
+    def _describe_own_stacks(self, *, accept_any_norm: bool = False) -> list[StackDescription]:
         """Return descriptions of the model's own layers, without the layers of submodels.
 
         Args:
-            accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
+            accept_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
                 tokens at a time is not part of the stack, and receives all tokens.
         """
         base, out = paths.get_submodule_or_raise(self.model, self.base), []
         for s, _ in self._find_existing_stacks():
             layers = paths.get_submodule_or_raise(base, s.layers)
-            norm = s.final_norm if s.final_norm and paths.submodule_exists(base, s.final_norm, self.base) else None
-            if norm is not None and not accepts_any_norm:
+            norm = s.final_norm if s.final_norm and paths.has_submodule(base, s.final_norm, self.base) else None
+            if norm is not None and not accept_any_norm:
                 norm = (
-                    norm
-                    if _processes_tokens_separately(paths.get_submodule_or_raise(base, norm.rstrip("?")), layers)
-                    else None
+                    norm if _is_token_wise_norm(paths.get_submodule_or_raise(base, norm.rstrip("?")), layers) else None
                 )
             stages = s.stages.resolve_num_outputs(layers)
             own = StackDescription(
@@ -220,11 +218,11 @@ class RolePolicy(Policy):
         return out
 
     def layer_sequence(self) -> LayerSequence:
-        every = list(LayerSequence.from_stacks(self.model, self._describe_own_stacks(accepts_any_norm=True)).stacks)
+        every = list(LayerSequence.from_stacks(self.model, self._describe_own_stacks(accept_any_norm=True)).stacks)
         for path, policy in self._find_submodel_policies():
             every += [stack.with_path_prefix(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
-            heads = [head for head in paths.as_path_list(self.head) if paths.submodule_exists(self.model, f"{head}?")]
+            heads = [head for head in paths.as_path_list(self.head) if paths.has_submodule(self.model, f"{head}?")]
             tops = sorted({head.partition(".")[0] for head in heads})
             tops = [top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every)]
             stages = every[-1].stages
@@ -266,10 +264,12 @@ class RolePolicy(Policy):
 
     def _describe_embeddings_and_heads(self) -> ModulePolicyDescription:
         base, embedding = paths.get_submodule_or_raise(self.model, self.base), self._parallel_classes.embedding
-        found = [path for path in paths.as_path_list(self.embeddings) if paths.submodule_exists(base, path, self.base)]
+        found = [path for path in paths.as_path_list(self.embeddings) if paths.has_submodule(base, path, self.base)]
         subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
-        present = {path: module for path in heads if (module := paths.find_submodule(self.model, path)) is not None}
+        present = {
+            path: module for path in heads if (module := paths.get_submodule_or_none(self.model, path)) is not None
+        }
         # if the user replaced a head that a policy of this package describes, the user's module stays replicated
         own = [path for path, module in present.items() if is_library_policy(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]
@@ -285,12 +285,12 @@ class RolePolicy(Policy):
         if isinstance(role, MLP):
             return converter.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
         if isinstance(role, Experts):
-            return describe_experts(role, converter.layer, converter.path, converter.axis)
+            return describe_experts(role, converter.layer, converter.layer_path, converter.axis)
         attention = self._create_attention_converter(role, converter)
-        if (heads := attention.num_uneven_heads) is None:
+        if (heads := attention.num_unshardable_heads) is None:
             return attention.describe_attention()
-        at = paths.join_path(converter.path, role.at)
-        out = paths.join_path(converter.path, paths.resolve_path(role.at, role.projections.out))
+        at = paths.join_path(converter.layer_path, role.at)
+        out = paths.join_path(converter.layer_path, paths.resolve_path(role.at, role.projections.out))
         self._replicated_paths = [*self._replicated_paths, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
@@ -325,25 +325,25 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
             remedy="Use classes, class names or paths of modules as keys. See docs/policies.md for an example.",
         )
     for key, description in found.items():
-        check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
+        check_value_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
         check_field_types(description)
     return found
 
 
 def check_no_missing_roles(
-    policy: Policy, model: nn.Module, matched_param_ids: Collection[int], stack_paths: Sequence[str]
+    policy: Policy, model: nn.Module, matched_param_ids: Collection[int], layer_list_paths: Sequence[str]
 ) -> None:
     """Raise PolicyError if the policy neither shards a weight matrix nor lists it in ``keep_replicated``.
 
     Args:
         matched_param_ids: ids of the parameters with a rule.
-        stack_paths: paths of the stacks of layers.
+        layer_list_paths: paths of the stacks of layers.
     """
     replicated = policy.replicated_paths()
     if replicated is None:
         return
     total = sum(p.numel() for p in model.parameters())
-    inside = tuple(f"{path}." for path in stack_paths)
+    inside = tuple(f"{path}." for path in layer_list_paths)
     left: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
         is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
@@ -363,14 +363,14 @@ def check_no_missing_roles(
         )
 
 
-def _mask_layer_index(name: str, stack_prefixes: Sequence[str]) -> str:
+def _mask_layer_index(param_path: str, stack_prefixes: Sequence[str]) -> str:
     """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
-    stack = next((s for s in stack_prefixes if name.startswith(s)), name)
-    layer, dot, rest = name.removeprefix(stack).partition(".")
-    return f"{stack}*{dot}{rest}" if layer.isdigit() else name
+    stack = next((s for s in stack_prefixes if param_path.startswith(s)), param_path)
+    layer, dot, rest = param_path.removeprefix(stack).partition(".")
+    return f"{stack}*{dot}{rest}" if layer.isdigit() else param_path
 
 
-def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:
+def _is_token_wise_norm(norm: nn.Module, layers: nn.Module) -> bool:
     """Return whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or get_norm_kind(norm) is not None or is_elementwise(norm)

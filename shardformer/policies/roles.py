@@ -132,15 +132,15 @@ class Attention(_TypeCheckedRole):
 
 
 def make_unknown_attr_kind_error(
-    attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = ""
+    attention: Attention, attr_name: str, allowed_kinds: Sequence[str], entry_kind: str = ""
 ) -> PolicyError:
     """Return the error for an unknown kind of number in an entry of ``local_attrs``."""
-    entry = attention.local_attrs[name]
+    entry = attention.local_attrs[attr_name]
     kind = entry if isinstance(entry, str) else entry[0]
     return PolicyError(
-        f"local_attrs={{{name!r}: {entry!r}}} of the attention {attention.at!r} has the unknown kind {kind!r}"
+        f"local_attrs={{{attr_name!r}: {entry!r}}} of the attention {attention.at!r} has the unknown kind {kind!r}"
         + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
-        remedy=f"Use {' or '.join(map(repr, kinds))}.",
+        remedy=f"Use {' or '.join(map(repr, allowed_kinds))}.",
     )
 
 

@@ -55,8 +55,8 @@ class TimmPolicy(RolePolicy):
 
 
 class _UnsupportedMethod:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, method_name: str) -> None:
+        self.name = method_name
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if self.name in REBUILD:

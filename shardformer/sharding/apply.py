@@ -25,7 +25,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.kernels.fused_ops import defer_bias, make_fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.layout.packed_weights import hide_packed_weights
+from shardformer.layout.packed_weights import unregister_packed_parameters
 from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     ShardingRequest,
@@ -36,8 +36,8 @@ from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, summarize_grid
 from shardformer.meta_init.lazy_init import (
+    get_lazy_init_notes,
     has_deferred_weights,
-    list_lazy_init_notes,
     materialize_parameters,
     record_changes_if_lazy,
 )
@@ -47,7 +47,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager, build_stage
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.random_state import restore_random_state_on_error, uses_dropout
+from shardformer.random_state import may_use_dropout, restore_rng_states_on_error
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
 from shardformer.sharding.apply_tensor_parallel import (
     InstalledBlock,
@@ -55,12 +55,12 @@ from shardformer.sharding.apply_tensor_parallel import (
     install_tensor_parallel_hooks,
 )
 from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, named_norm_modules
-from shardformer.sharding.compiled_layers import compile_as_configured
+from shardformer.sharding.compiled_layers import compile_if_configured
 from shardformer.sharding.plan import ShardingPlan, get_display_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
-from shardformer.torch_compat import get_wrapped_module_attribute_name, has_meta_tensors, is_compiled_wrapper
+from shardformer.torch_compat import get_wrapped_module_attr_name, has_meta_tensors, is_compiled_wrapper
 from shardformer.torch_patches import install_patches
 from shardformer.zero.shard_optimizer import TRAINING_PATCHES
 
@@ -108,33 +108,36 @@ class Sharder:
     """
 
     def __init__(
-        self, model: nn.Module, config: ShardConfig, *, fresh: bool = False, compiler: Mapping[str, Any] = {}
+        self,
+        model: nn.Module,
+        config: ShardConfig,
+        *,
+        is_new_model: bool = False,
+        wrapper_options: Mapping[str, Any] = {},
     ) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
         self.context = checks.create_checked_context(config)
         self.grid: TensorGrid | None = None
-        if config.uses_tensor_grid and self.context.tensor.size > 1:
+        if config.has_tensor_grid and self.context.tensor.size > 1:
             config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
             self.context = config.resolve_context()
-        self.model, self.config, self._compiler = model, config, compiler
+        self.model, self.config, self._compiler = model, config, wrapper_options
         self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
-        self.needs_policy = (
-            self.is_tensor_parallel or config.uses_context_parallel or stages > 1 or bool(config.compile)
-        )
+        self.needs_policy = self.is_tensor_parallel or config.has_context_parallel or stages > 1 or bool(config.compile)
         """Whether the layout depends on the structure of the model. That of data parallelism does not."""
-        self._fresh = fresh
-        self._referenced = set() if fresh else checks.find_externally_referenced_ids(model)
+        self._fresh = is_new_model
+        self._referenced = set() if is_new_model else checks.find_referenced_param_ids(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
     def restore_model_on_error(self) -> Iterator[None]:
         """Temporarily remove wrappers such as ``torch.compile``, and restore the model if an error is raised."""
         with (
-            restore_random_state_on_error(self.context.device),
+            restore_rng_states_on_error(self.context.device),
             checks.restore_model_on_error(self.model),
             ExitStack() as around,
         ):
@@ -142,7 +145,7 @@ class Sharder:
             self._wrappers = run_and_compare_across_ranks(self.context, lambda: around.enter_context(take_out()))
             yield
 
-    def complete_and_check_plan(self, resolved_policy: ResolvedPolicy) -> ShardingPlan:
+    def finalize_sharding_plan(self, resolved_policy: ResolvedPolicy) -> ShardingPlan:
         """Complete the sharding plan and check that it can be applied to the model.
 
         The model is unchanged, except by the policy's ``preprocess``.
@@ -159,7 +162,7 @@ class Sharder:
         state.layer_stacks = tuple(stack.layers for stack in plan.stacks)
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved_policy.notes
-        if config.uses_context_parallel:
+        if config.has_context_parallel:
             has_sequence_parallelism = config.enable_sequence_parallelism and self.is_tensor_parallel
             plan = apply_context_parallel.adapt_plan_to_context_parallel(
                 plan, resolved_policy.context, has_sequence_parallelism=has_sequence_parallelism
@@ -170,7 +173,7 @@ class Sharder:
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
-            state.stages.uses_random = uses_dropout(self.model)
+            state.stages.uses_random = may_use_dropout(self.model)
             checks.check_tied_weights_on_same_stage(self._ties, state.stages.find_owner_ranks)
         state.unproven = self._find_unsupported_inputs()
         checks.check_quantized_weights(self.model, plan, self.context)
@@ -180,15 +183,15 @@ class Sharder:
             checks.check_no_existing_optimizer(self.model, plan, state.stages, self._referenced)
         return plan
 
-    def describe_for_comparison(self, plan: ShardingPlan) -> list[str]:
+    def get_fingerprint_lines(self, plan: ShardingPlan) -> list[str]:
         """Describe the config, model and plan as text, so that ranks can check that they agree."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.get_sharding_options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
-        stages = state.stages.describe_partition() if state.stages is not None else []
+        stages = state.stages.get_partition_summary_lines() if state.stages is not None else []
         return [*settings, *compute_model_fingerprint(self.model), *plan.get_fingerprint_lines(), *stages]
 
-    def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
+    def shard_in_place(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Apply the sharding plan to the model in place. The plan must be identical on every rank.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
@@ -200,7 +203,7 @@ class Sharder:
         if stages is not None:
             stages.remove_nonlocal_params(self.model)
             plan = plan.restrict_to_local_stage(stages.placeholders)
-        blocks = run_and_compare_across_ranks(context, lambda: self._modify_model(plan))
+        blocks = run_and_compare_across_ranks(context, lambda: self._apply_plan_and_materialize(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
         install_gradient_reduction(
@@ -228,43 +231,43 @@ class Sharder:
             n: why for each in (*of_policy, resolved.context.unproven, resolved.unvalidated) for n, why in each.items()
         }
 
-    def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
+    def _apply_plan_and_materialize(self, plan: ShardingPlan) -> list[InstalledBlock]:
         """Apply the plan to the model, and load or initialize the shards of a lazily built model.
 
         Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
         if has_meta_tensors(self.model) and has_deferred_weights(self.model):
-            self.state.notes += list_lazy_init_notes(self.model)
+            self.state.notes += get_lazy_init_notes(self.model)
             with record_changes_if_lazy(self.model):
                 blocks = self._apply_plan(plan)
             materialize_parameters(self.model, self.context.device)
         else:
             blocks = self._apply_plan(plan)
-        uses_context_parallel, is_tensor_parallel = self.config.uses_context_parallel, self.is_tensor_parallel
+        uses_context_parallel, is_tensor_parallel = self.config.has_context_parallel, self.is_tensor_parallel
         forward_checks.ForwardChecks(
             self.model,
             plan,
             self.state,
             self.grid,
             is_tensor_parallel=is_tensor_parallel,
-            uses_context_parallel=uses_context_parallel,
+            is_context_parallel=uses_context_parallel,
         )
         return blocks
 
     def _apply_plan(self, plan: ShardingPlan) -> list[InstalledBlock]:
         config, policy, state = self.config, self._resolved.policy, self.state
-        is_legacy = policy.replaces_class_or_ties_params
+        is_legacy = policy.has_replaced_class_or_tied_params
         if is_legacy and (injected := legacy.replace_model_class(policy, self.model)):
             state.record_replacement("", injected[0], injected[1], kind="class")
         if self.is_tensor_parallel:
             self._replace_modules(plan)
-        if hide_packed_weights(self.model):
+        if unregister_packed_parameters(self.model):
             state.notes.append(
                 "Frozen quantized weights are not in state dicts and checkpoints, and ZeRO keeps them whole."
             )
         for target, source in legacy.tie_parameters(policy, self.model) if is_legacy else ():
             state.record_replacement(target, "own parameter", f"tied to {source}", kind="tie")
-        if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
+        if config.enable_flash_attention and not config.has_context_parallel:  # which has its own fused kernels
             note = partial(state.record_replacement, kind="method")
             state.notes.append(f"Attention: {use_flash_attention(self.model, state.context.device, note)}.")
         if config.enable_fused_normalization:
@@ -273,24 +276,24 @@ class Sharder:
             fuse_activations(self.model, plan, state)
         if self.grid is not None:
             state.notes.append(summarize_grid(self.grid))
-        uses_random = uses_dropout(self.model)
-        if config.uses_context_parallel:
+        uses_random = may_use_dropout(self.model)
+        if config.has_context_parallel:
             apply_context_parallel.install_context_parallel_attention(
-                self.model, state, config.context_parallel, self._resolved.context, uses_random=uses_random
+                self.model, state, config.context_parallel, self._resolved.context, has_dropout=uses_random
             )
         blocks = (
             install_tensor_parallel_hooks(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
         )
         if self.grid is not None:
             apply_tensor_grid.install_sample_selection_hooks(self.model, plan, state, self._resolved.samples)
-        if config.uses_context_parallel:
+        if config.has_context_parallel:
             apply_context_parallel.install_context_parallel_hooks(
-                self.model, plan.stacks, state, self._resolved.context, uses_random=uses_random
+                self.model, plan.stacks, state, self._resolved.context, has_dropout=uses_random
             )
         forward_checks.move_user_hooks_after_gather(self.model, plan)
         self.model = policy.postprocess() or self.model
         if config.compile or self._compiler:
-            compile_as_configured(self.model, state, config.compile, self._compiler)
+            compile_if_configured(self.model, state, config.compile, self._compiler)
         if state.stages is not None:
             state.stages.install_forward_overrides(self.model, state.activations, state.context, self._wrappers)
         return blocks
@@ -328,17 +331,17 @@ class Sharder:
             self.model, self._ties, {id(part): spec for _, part, spec in named_sharded_parameters(self.model)}
         )
         checks.check_shard_layouts(self.model, self.context.coords)
-        self._change_attributes_and_methods(plan)
+        self._replace_attributes_and_methods(plan)
 
     def _create_replacement(
         self,
-        path: str,
+        module_path: str,
         module: nn.Module,
-        description: SubModuleReplacementDescription,
+        replacement: SubModuleReplacementDescription,
         shard_by_param_id: dict[int, nn.Parameter],
         axis: Axis,
     ) -> nn.Module:
-        target, kwargs = description.target_module, dict(description.kwargs or {})
+        target, kwargs = replacement.target_module, dict(replacement.kwargs or {})
         make = target.from_native_module
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
@@ -349,32 +352,34 @@ class Sharder:
         try:
             new: nn.Module = make(module, group, **kwargs)
         except UnalignedSliceError as error:
-            raise ConfigError(f"Cannot shard {path}. {error.what}.", rule=error.rule, remedy=error.remedy) from None
+            raise ConfigError(
+                f"Cannot shard {module_path}. {error.what}.", rule=error.rule, remedy=error.remedy
+            ) from None
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{get_display_name(target)}.from_native_module cannot replace {path!r} with "
-                f"kwargs={description.kwargs}: {error}.",
+                f"{get_display_name(target)}.from_native_module cannot replace {module_path!r} with "
+                f"kwargs={replacement.kwargs}: {error}.",
                 remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
                 f"{get_display_name(target)}.from_native_module must return an nn.Module, but returned {new!r:.80} for "
-                f"{path!r}.",
+                f"{module_path!r}.",
                 remedy="Return the module that replaces the original module.",
             )
         return new
 
-    def _get_sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
+    def _get_sharding_axis(self, module_path: str, plan: ShardingPlan) -> Axis:
         """Return the mesh axis over which a module's weights are sharded."""
-        inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
+        inside = self.grid is not None and module_path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
-    def _change_attributes_and_methods(self, plan: ShardingPlan) -> None:
+    def _replace_attributes_and_methods(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
-            owner = _get_modifiable_owner(self.model, owner_path)
+            owner = _get_module_or_config_copy(self.model, owner_path)
             before = getattr(owner, name)
             setattr(owner, name, value)
             if before != value:
@@ -389,67 +394,67 @@ class Sharder:
             self.state.record_replacement(path, before, method, kind="method")
 
 
-def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
-    """Return the module at ``path``, or a private copy of the config at ``path``, to be modified."""
-    owner = get_attribute_by_path(model, path)
+def _get_module_or_config_copy(model: nn.Module, attr_path: str) -> Any:
+    """Return the module at ``attr_path``, or a private copy of the config at ``attr_path``, to be modified."""
+    owner = get_attribute_by_path(model, attr_path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
-        setattr(*get_parent_and_attribute_name(model, path), owner)
+        setattr(*get_parent_and_attribute_name(model, attr_path), owner)
     return owner
 
 
 def create_resolved_policy(
-    sharder: Sharder, policy: Policy, policy_source: str, *, applies_rules: bool = True, **findings: Any
+    sharder: Sharder, policy: Policy, policy_source: str, *, apply_rules: bool = True, **validation_results: Any
 ) -> ResolvedPolicy:
     """Bind a policy to the sharder's model, and create the sharding plan.
 
-    ``findings`` are further fields of the returned ``ResolvedPolicy``.
+    ``validation_results`` are further fields of the returned ``ResolvedPolicy``.
     """
-    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, applies_rules=applies_rules)
+    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, apply_rules=apply_rules)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         map_tensors_to_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not raise an error
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.adapt_plan_to_grid(plan, sharder.grid)
-    return ResolvedPolicy(policy, policy_source, plan, **findings)
+    return ResolvedPolicy(policy, policy_source, plan, **validation_results)
 
 
 def shard_for_validation(
-    model: nn.Module, config: ShardConfig, policy: Policy, *, applies_rules: bool = True, **findings: Any
+    model: nn.Module, config: ShardConfig, policy: Policy, *, apply_rules: bool = True, **validation_results: Any
 ) -> Sharder:
     """Shard a temporary model that is used only to validate a policy or layout.
 
     Args:
-        applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.
-        findings: results of validation so far, as fields of ``ResolvedPolicy``.
+        apply_rules: whether the policy's rules are checked even if no tensor axis shards the model.
+        validation_results: results of validation so far, as fields of ``ResolvedPolicy``.
     """
-    sharder = Sharder(model, config, fresh=True)
+    sharder = Sharder(model, config, is_new_model=True)
 
-    def plan() -> ShardingPlan:
-        return sharder.complete_and_check_plan(
-            create_resolved_policy(sharder, policy, "to be validated", applies_rules=applies_rules, **findings)
+    def make_plan() -> ShardingPlan:
+        return sharder.finalize_sharding_plan(
+            create_resolved_policy(sharder, policy, "to be validated", apply_rules=apply_rules, **validation_results)
         )
 
     with sharder.restore_model_on_error():
-        sharder.shard(run_and_compare_across_ranks(sharder.context, plan, sharder.describe_for_comparison))
+        sharder.shard_in_place(run_and_compare_across_ranks(sharder.context, make_plan, sharder.get_fingerprint_lines))
     return sharder
 
 
-def _replace_module_references(model: nn.Module, replacement_by_id: Mapping[int, nn.Module]) -> None:
+def _replace_module_references(model: nn.Module, replacement_by_module_id: Mapping[int, nn.Module]) -> None:
     """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts.
 
     Args:
-        replacement_by_id: id(module) -> its replacement.
+        replacement_by_module_id: id(module) -> its replacement.
     """
     for module in model.modules():
         for name, child in module._modules.items():
-            if id(child) in replacement_by_id:
-                module._modules[name] = replacement_by_id[id(child)]
+            if id(child) in replacement_by_module_id:
+                module._modules[name] = replacement_by_module_id[id(child)]
         for name, value in vars(module).items():
             if not isinstance(value, _CONTAINER_TYPES) or not value or name in _MODULE_ATTRIBUTES:
                 continue
-            if (new := _replace_modules_in_value(value, replacement_by_id, set())) is not value:
+            if (new := _replace_modules_in_attribute(value, replacement_by_module_id, set())) is not value:
                 vars(module)[name] = new
 
 
@@ -459,25 +464,27 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has."""
 
 
-def _replace_modules_in_value(value: Any, replacement_by_id: Mapping[int, nn.Module], visited: set[int]) -> Any:
+def _replace_modules_in_attribute(
+    attr_value: Any, replacement_by_module_id: Mapping[int, nn.Module], visited_ids: set[int]
+) -> Any:
     """Replace the modules in an attribute's value. Lists and dicts are changed in place, because they may be shared."""
-    if isinstance(value, nn.Module):
-        return replacement_by_id.get(id(value), value)
-    if type(value) not in (list, dict, tuple) or id(value) in visited:
-        return value
-    visited.add(id(value))
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    if isinstance(attr_value, nn.Module):
+        return replacement_by_module_id.get(id(attr_value), attr_value)
+    if type(attr_value) not in (list, dict, tuple) or id(attr_value) in visited_ids:
+        return attr_value
+    visited_ids.add(id(attr_value))
+    items = list(attr_value.items()) if isinstance(attr_value, dict) else list(enumerate(attr_value))
     inner = [(key, each) for key, each in items if isinstance(each, _CONTAINER_TYPES)]
     changed = {
         key: new
         for key, each in inner
-        if (new := _replace_modules_in_value(each, replacement_by_id, visited)) is not each
+        if (new := _replace_modules_in_attribute(each, replacement_by_module_id, visited_ids)) is not each
     }
-    if changed and isinstance(value, tuple):
+    if changed and isinstance(attr_value, tuple):
         return tuple(changed.get(at, each) for at, each in items)
     for key, new in changed.items():
-        value[key] = new
-    return value
+        attr_value[key] = new
+    return attr_value
 
 
 @contextmanager
@@ -493,14 +500,12 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
     found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
     outermost: dict[int, nn.Module] = {}
     replaced: list[str] = []
-    has_wrappers = any(
-        map(get_wrapped_module_attribute_name, {type(module): module for module in model.modules()}.values())
-    )
+    has_wrappers = any(map(get_wrapped_module_attr_name, {type(module): module for module in model.modules()}.values()))
     try:
         for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
-                while child is not None and (key := get_wrapped_module_attribute_name(child)) is not None:
+                while child is not None and (key := get_wrapped_module_attr_name(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
                         raise _make_compiled_module_error(path)
                     inner = child._modules[key]
@@ -514,24 +519,26 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
         for owner, name, path, wrapper, key, inner in reversed(found):
             now = owner._modules[name]
             wrapper._modules[key], owner._modules[name] = now, wrapper
-            is_replaced = now is not None and now is not inner and get_wrapped_module_attribute_name(now) is None
+            is_replaced = now is not None and now is not inner and get_wrapped_module_attr_name(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
         raise _make_compiled_module_error(replaced[0])
 
 
-def _make_compiled_module_error(path: str) -> ConfigError:
+def _make_compiled_module_error(module_path: str) -> ConfigError:
     return ConfigError(
-        f"{path} was compiled with torch.compile before sharding, and would keep running the unsharded module.",
+        f"{module_path} was compiled with torch.compile before sharding, and would keep running the unsharded module.",
         remedy="Compile the model after shard_model, or compile the module in place with module.compile().",
     )
 
 
-def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
+def fuse_activations(model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata) -> None:
     """Replace activations with fused kernels that also add the bias of the preceding linear layer."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
-            _replace_and_record_module(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
+            _replace_and_record_module(
+                model, path, native, nn.GELU("tanh").train(native.training), "activation", metadata
+            )
     found: Counter[str] = Counter()
     for path, block in plan.blocks:
         acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
@@ -543,10 +550,10 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
             terms = ("bias", " or ".join(acts), "gate")
             found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
     fused = ", ".join(f"{count} {what}" for what, count in found.items())
-    state.notes.append(f"Fused into one kernel: {fused or 'activations only'}.")
+    metadata.notes.append(f"Fused into one kernel: {fused or 'activations only'}.")
 
 
-def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
+def fuse_norms(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Replace every supported norm in the model with a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
     for path, norm in list(named_norm_modules(model)):
@@ -555,16 +562,21 @@ def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
             left[f"{kind} (its statistics are summed over ranks)"] += 1
             continue
         try:
-            _replace_and_record_module(model, path, norm, make_fused_norm(norm), "norm", state)
+            _replace_and_record_module(model, path, norm, make_fused_norm(norm), "norm", metadata)
         except ConfigError:
             left[f"{kind} (not a layer norm or RMS norm over the last dim)"] += 1
     if left:
-        state.notes.append(f"Norms that are not fused: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
+        metadata.notes.append(f"Norms that are not fused: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
 
 
 def _replace_and_record_module(
-    model: nn.Module, path: str, native: nn.Module, replacement: nn.Module, kind: str, state: ShardingMetadata
+    model: nn.Module,
+    module_path: str,
+    original_module: nn.Module,
+    new_module: nn.Module,
+    replaced_kind: str,
+    metadata: ShardingMetadata,
 ) -> None:
-    move_hooks(replacement, native)
-    setattr(*get_parent_and_attribute_name(model, path), replacement)
-    state.record_replacement(path, native, replacement, kind=kind)
+    move_hooks(new_module, original_module)
+    setattr(*get_parent_and_attribute_name(model, module_path), new_module)
+    metadata.record_replacement(module_path, original_module, new_module, kind=replaced_kind)

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shardformer.context_parallel import attention
-from shardformer.context_parallel.method import GROUP, RING, choose_ring_sizes, is_explicit_method
+from shardformer.context_parallel.method import GROUP, RING, choose_context_parallel_sizes, is_method_explicit
 from shardformer.context_parallel.model_hooks import (
     FullSequenceHook,
     LayerStackHook,
     ModelInputHook,
-    run_on_local_positions,
+    register_local_positions_hooks,
 )
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import find_attention_classes, find_attention_configs
-from shardformer.kernels.model_specific_attention import uses_attention_interface
+from shardformer.kernels.model_specific_attention import has_attention_interface_call
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import find_submodule
+from shardformer.module_paths import get_submodule_or_none
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -32,7 +32,7 @@ def check_context_parallel_support(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     context: ParallelContext,
-    method: str,
+    attention_method: str,
     notes: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError if context parallelism does not support the model.
@@ -47,22 +47,22 @@ def check_context_parallel_support(
             f"{reason}.",
             remedy="Write a RolePolicy with a LayerStack, or remove the sequence axis.",
         )
-    if why := explain_unsupported_attention(model):
-        if is_explicit_method(context, method):
+    if why := get_unsupported_attention_reason(model):
+        if is_method_explicit(context, attention_method):
             raise ConfigError(
-                f"{type(model).__name__} does not support context_parallel={method!r} with "
+                f"{type(model).__name__} does not support context_parallel={attention_method!r} with "
                 f"sequence={context.sequence.size}, because it {why}.",
                 remedy="Use context_parallel='auto' with one size for the sequence axis, or use tensor parallelism "
                 "with enable_sequence_parallelism=True instead.",
             )
         return
-    choose_ring_sizes(model, context, method)
+    choose_context_parallel_sizes(model, context, attention_method)
 
 
-def explain_unsupported_attention(model: nn.Module) -> str | None:
+def get_unsupported_attention_reason(model: nn.Module) -> str | None:
     """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = find_attention_classes(model)
-    own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
+    own = sorted(cls.__name__ for cls, source in classes.items() if not has_attention_interface_call(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
     return None if classes else "has no attention module that uses the AttentionInterface"
@@ -88,37 +88,47 @@ class ContextParallelTrialResult:
 
 
 def install_context_parallel_attention(
-    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextParallelTrialResult, *, uses_random: bool
+    model: nn.Module,
+    metadata: ShardingMetadata,
+    attention_method: str,
+    trial_result: ContextParallelTrialResult,
+    *,
+    has_dropout: bool,
 ) -> None:
     """Install context-parallel attention, and hooks that gather the full sequence for modules that need it.
 
     Communicates to create process groups.
     """
-    context = state.context
-    sizes = choose_ring_sizes(model, context, method)
+    context = metadata.context
+    sizes = choose_context_parallel_sizes(model, context, attention_method)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.reshape_axis("sequence", **{RING: sizes.ring, GROUP: sizes.group})
-    state.context_run = run = ContextParallelState(
-        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, findings.is_whole, dims=dict(findings.dims)
+    metadata.context_run = run = ContextParallelState(
+        context.sequence,
+        view.axis(RING),
+        view.axis(GROUP),
+        sizes.all_gather_kv,
+        trial_result.is_whole,
+        dims=dict(trial_result.dims),
     )
-    classes = () if findings.is_whole else tuple(find_attention_classes(model))
-    if not findings.is_whole:
-        _configure_attention(model, run, classes)
-    ModelInputHook(run, model, draws=uses_random)
-    for path, name in findings.gathers:
+    classes = () if trial_result.is_whole else tuple(find_attention_classes(model))
+    if not trial_result.is_whole:
+        _enable_context_parallel_attention(model, run, classes)
+    ModelInputHook(run, model, has_random_ops=has_dropout)
+    for path, name in trial_result.gathers:
         for layer in model.get_submodule(path).children():
-            mixing = find_submodule(layer, name)
+            mixing = get_submodule_or_none(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=uses_random))
-    how = "attention is computed in full on every rank" if findings.is_whole else sizes
-    state.notes.append(f"Context parallelism: {how}.")
-    if findings.gathers:
-        named = ", ".join(f"{layers}.*.{name}" for layers, name in findings.gathers)
-        what = "" if findings.is_whole else " (other than attention)"
-        state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
+                metadata.region_hooks.append(FullSequenceHook(run, (path, name), mixing, has_random_ops=has_dropout))
+    how = "attention is computed in full on every rank" if trial_result.is_whole else sizes
+    metadata.notes.append(f"Context parallelism: {how}.")
+    if trial_result.gathers:
+        named = ", ".join(f"{layers}.*.{name}" for layers, name in trial_result.gathers)
+        what = "" if trial_result.is_whole else " (other than attention)"
+        metadata.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _configure_attention(
+def _enable_context_parallel_attention(
     model: nn.Module, context_state: ContextParallelState, attention_classes: tuple[type, ...]
 ) -> None:
     attention.register_context_parallel_attention()
@@ -127,34 +137,34 @@ def _configure_attention(
     for module in model.modules():
         if type(module) in attention_classes:
             module.__dict__[attention.RUN] = context_state
-        attention.patch_relative_bias(module, context_state)
+        attention.patch_relative_position_bias(module, context_state)
 
 
 def install_context_parallel_hooks(
     model: nn.Module,
     stacks: Sequence[StackDescription],
-    state: ShardingMetadata,
-    findings: ContextParallelTrialResult,
+    metadata: ShardingMetadata,
+    trial_result: ContextParallelTrialResult,
     *,
-    uses_random: bool,
+    has_dropout: bool,
 ) -> None:
     """Install hooks that shard the sequence across ranks inside the layers of a model.
 
     Call this after modules were replaced with parallel layers.
     """
-    run, inside = state.context_run, set[int]()
+    run, inside = metadata.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
-            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
+            metadata.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
             continue
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
-        last = [*(layers if findings.reads_between else ()), norm or layers[-1]]
-        state.region_hooks.append(LayerStackHook(run, stack.layers, layers, last, draws=uses_random))
+        last = [*(layers if trial_result.reads_between else ()), norm or layers[-1]]
+        metadata.region_hooks.append(LayerStackHook(run, stack.layers, layers, last, has_random_ops=has_dropout))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
-            run_on_local_positions(module)
+            register_local_positions_hooks(module)
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
@@ -169,7 +179,7 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 
 
 def adapt_plan_to_context_parallel(
-    plan: ShardingPlan, findings: ContextParallelTrialResult, *, has_sequence_parallelism: bool
+    plan: ShardingPlan, trial_result: ContextParallelTrialResult, *, has_sequence_parallelism: bool
 ) -> ShardingPlan:
     """Give attention and MLP separate collectives in the plan if every rank computes the full attention.
 
@@ -177,7 +187,7 @@ def adapt_plan_to_context_parallel(
         has_sequence_parallelism: whether sequence parallelism over the tensor axis is also enabled, which raises
             ConfigError for such attention.
     """
-    if not findings.is_whole:
+    if not trial_result.is_whole:
         return plan
     if has_sequence_parallelism:
         raise ConfigError(

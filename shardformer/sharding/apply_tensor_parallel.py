@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.context_parallel.sequence_sharded_tensor import map_local_positions
+from shardformer.context_parallel.sequence_sharded_tensor import map_local_shard
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
@@ -29,22 +29,22 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription
-from shardformer.random_state import uses_dropout
+from shardformer.random_state import may_use_dropout
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import (
     TensorParallelBlock,
-    register_argument_hook,
+    register_argument_pre_hook,
+    register_block_hooks,
     select_local_heads,
-    wrap_as_tensor_parallel_block,
 )
 from shardformer.tensor_parallel.grid_activations import GridActivationSharding
 from shardformer.tensor_parallel.grid_layers import (
     LAYERS_BY_MODE,
-    GridModule,
+    GridParallelModule,
     GridTensorParallelBlock,
     ParallelLayerClasses,
 )
-from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync
+from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync_hooks
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
@@ -54,41 +54,43 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 
 
 def install_tensor_parallel_hooks(
-    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
+    model: nn.Module,
+    plan: ShardingPlan,
+    metadata: ShardingMetadata,
+    config: ShardConfig,
+    grid: TensorGrid | None = None,
 ) -> list[InstalledBlock]:
     """Register the forward hooks of layers, attention modules and MLPs for tensor parallelism."""
-    axis, uses_random = state.context.tensor, uses_dropout(model)
+    axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
-    _check_layers_are_not_blocks(plan, state.activations)
-    streams = _install_all_stack_hooks(model, plan, state, config, grid)
+    _check_layers_are_not_blocks(plan, metadata.activations)
+    streams = _install_all_stack_hooks(model, plan, metadata, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = ActivationSharding(ActivationLayout(), axis)
 
-    def get_stack_activations(path: str) -> ActivationSharding:
-        return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
+    def get_activation_sharding(module_path: str) -> ActivationSharding:
+        return next((stream for prefix, stream in streams.items() if module_path.startswith(prefix)), alone)
 
     outer: list[Any] = []
     unsharded = (*plan.full_sequence_modules, *plan.token_free_modules)
     for path in unsharded:
-        of = get_stack_activations(path)
+        of = get_activation_sharding(path)
         register = (
-            of.register_full_sequence_hooks
-            if path in plan.full_sequence_modules
-            else of.register_token_free_module_hooks
+            of.register_full_sequence_hooks if path in plan.full_sequence_modules else of.register_token_free_hooks
         )
         outer.append(register(model.get_submodule(path), uses_random))
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
-        of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
-        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_input_size_hook, with_kwargs=True)
+        of, module = get_activation_sharding(f"{path}."), model.get_submodule(path)
+        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_input_size_pre_hook, with_kwargs=True)
         change = of.shard_token_argument if path.rpartition(".")[0] in stack_paths else of.gather_token_argument
-        register_argument_hook(module, name, change, HookOrder.TOKEN_ARGUMENTS)
+        register_argument_pre_hook(module, name, change, HookOrder.TOKEN_ARGUMENTS)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
-        stream = get_stack_activations(f"{path}.")
+        stream = get_activation_sharding(f"{path}.")
         block_classes = LAYERS_BY_MODE["1d"] if stream is alone else classes
         if stream is not alone and description.gather_module is not None:
             outer.append(
@@ -103,35 +105,35 @@ def install_tensor_parallel_hooks(
             blocks.append(installed)
     # regions are left in the reverse order of entry
     outer = [*(hook for hook in outer if hook is not None), *streams.values()]
-    state.region_hooks[:] = [*(block for _, block in blocks), *state.region_hooks, *outer]
+    metadata.region_hooks[:] = [*(block for _, block in blocks), *metadata.region_hooks, *outer]
     return blocks
 
 
 def _install_all_stack_hooks(
-    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
+    model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
     """Register hooks that shard activations. Return how each shards its activations, by the prefix of its paths."""
-    axis, uses_random = state.context.tensor, uses_dropout(model)
+    axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     streams: dict[str, ActivationSharding] = {}
     for stack in plan.stacks:
-        layout = stack.get_activation_layout(state.activations)
-        if stack.whole_sequence and layout != state.activations:
-            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
+        layout = stack.get_activation_layout(metadata.activations)
+        if stack.whole_sequence and layout != metadata.activations:
+            metadata.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
         stream = (
-            ActivationSharding(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
+            ActivationSharding(layout, axis, overlap=config.enable_sequence_overlap, has_random_ops=uses_random)
             if grid is None
-            else GridActivationSharding(layout, grid, random=uses_random)
+            else GridActivationSharding(layout, grid, has_random_ops=uses_random)
         )
         streams[f"{stack.layers}."] = stream
-        if grid is not None and stack.final_norm and state.stages is not None:
+        if grid is not None and stack.final_norm and metadata.stages is not None:
             norm: Any = model.get_submodule(stack.final_norm)
-            if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
-                norm.forward = _return_input
+            if metadata.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
+                norm.forward = _identity_forward
         _install_stack_hooks(model, stack, stream, axis, uses_random)
     return streams
 
 
-def _return_input(hidden_states: Tensor) -> Tensor:
+def _identity_forward(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
@@ -150,7 +152,7 @@ def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: Activati
 
 
 def _install_stack_hooks(
-    model: nn.Module, stack: StackDescription, activation_sharding: ActivationSharding, axis: Axis, uses_random: bool
+    model: nn.Module, stack: StackDescription, activation_sharding: ActivationSharding, axis: Axis, has_dropout: bool
 ) -> None:
     """Install hooks that keep the hidden states sharded from the first to the last layer.
 
@@ -159,30 +161,30 @@ def _install_stack_hooks(
     """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
-        enter = partial(map_local_positions, partial(prepare_extra_block_input, axis=axis))
-        register_argument_hook(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
+        enter = partial(map_local_shard, partial(prepare_extra_block_input, axis=axis))
+        register_argument_pre_hook(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
     layers = model.get_submodule(stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
     is_repeated = len(set(ends)) < len(ends)  # the first layer may also run later, the last also earlier
     if activation_sharding.layout.is_stack_sharded and (is_repeated or stack.sequence.between):
         for module in dict.fromkeys(ends):
-            activation_sharding.register_hooks(module, module)
+            activation_sharding.register_stack_hooks(module, module)
     else:
-        activation_sharding.register_hooks(ends[0], ends[-1])
+        activation_sharding.register_stack_hooks(ends[0], ends[-1])
     sample_axis = activation_sharding.sequence_shard_axis
-    if uses_random and sample_axis is not None:
+    if has_dropout and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
             if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
-                register_random_state_sync(sample_axis, module)
+                register_random_state_sync_hooks(sample_axis, module)
 
 
 def _install_tensor_parallel_block(
     model: nn.Module,
-    description: BlockDescription,
-    classes: ParallelLayerClasses,
+    block_description: BlockDescription,
+    parallel_classes: ParallelLayerClasses,
     activation_sharding: ActivationSharding,
-    uses_random: bool,
+    has_dropout: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
     """Combine the parallel linear layers of an attention module or MLP into a tensor-parallel block.
@@ -192,80 +194,84 @@ def _install_tensor_parallel_block(
     Args:
         axis: axis of the ranks that have the same input.
     """
-    row = model.get_submodule(description.row)
-    if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
+    row = model.get_submodule(block_description.row)
+    if isinstance(row, parallel_classes.row) and getattr(row, "block", None) is not None:
         return None
-    if description.replicated_terms is not None:
-        wrap_as_tensor_parallel_block(row, activation_sharding, description.replicated_terms)
+    if block_description.replicated_terms is not None:
+        register_block_hooks(row, activation_sharding, block_description.replicated_terms)
         return None
-    arguments = description.arguments or BlockArguments("")
+    arguments = block_description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
     for name in arguments.region_inputs:
-        register_argument_hook(brings, name, partial(prepare_extra_block_input, axis=axis), HookOrder.REGION_ARGUMENTS)
+        register_argument_pre_hook(
+            brings, name, partial(prepare_extra_block_input, axis=axis), HookOrder.REGION_ARGUMENTS
+        )
     for name, dim in arguments.head_dims.items():
         select = partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis)
-        register_argument_hook(brings, name, select, HookOrder.HEAD_ARGUMENTS)
-    block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
-        activation_sharding, uses_random, arguments.width
+        register_argument_pre_hook(brings, name, select, HookOrder.HEAD_ARGUMENTS)
+    block = (GridTensorParallelBlock if issubclass(parallel_classes.row, GridParallelModule) else TensorParallelBlock)(
+        activation_sharding, has_dropout, arguments.width
     )
-    for name in [*description.columns, *description.cross_columns]:
-        column = _get_layer_of_class(model, name, classes.column, "column")
+    for name in [*block_description.columns, *block_description.cross_columns]:
+        column = _get_submodule_of_class(model, name, parallel_classes.column, "column")
         column.block = block
         block.has_adapters |= isinstance(column, QuantizedLinear)  # whose product is its own
-        if name in description.columns:
+        if name in block_description.columns:
             block.columns.append(column)
-    _get_layer_of_class(model, description.row, classes.row, "row").block = block
-    if description.shared_exit is not None:
-        other = _get_layer_of_class(model, description.shared_exit, classes.row, "row")
+    _get_submodule_of_class(model, block_description.row, parallel_classes.row, "row").block = block
+    if block_description.shared_exit is not None:
+        other = _get_submodule_of_class(model, block_description.shared_exit, parallel_classes.row, "row")
         other.shared_exit = (row,)
-    entry = model.get_submodule(description.entry)
-    block.register_entry(entry, contains_exit_layer=description.contains_exit_layer)
+    entry = model.get_submodule(block_description.entry)
+    block.register_entry_hooks(entry, contains_exit_layer=block_description.contains_exit_layer)
     return entry, block
 
 
-def _get_layer_of_class(model: nn.Module, path: str, layer_class: type[nn.Module], role: str) -> Any:
-    module = model.get_submodule(path)
-    if not isinstance(module, layer_class):
+def _get_submodule_of_class(model: nn.Module, module_path: str, layer_cls: type[nn.Module], role: str) -> Any:
+    module = model.get_submodule(module_path)
+    if not isinstance(module, layer_cls):
         raise PolicyError(
-            f"The {role} layer of a tensor-parallel block must be a {layer_class.__name__}, but {path} is a "
+            f"The {role} layer of a tensor-parallel block must be a {layer_cls.__name__}, but {module_path} is a "
             f"{type(module).__name__}.",
-            remedy=f"Replace {path} with a {layer_class.__name__} in sub_module_replacement.",
+            remedy=f"Replace {module_path} with a {layer_cls.__name__} in sub_module_replacement.",
         )
     return module
 
 
 def install_gradient_reduction(
-    model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
+    model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], metadata: ShardingMetadata
 ) -> None:
     """Install the gradient reducers that make every gradient equal to that of the unsharded model.
 
-    Stores how each parameter is reduced in ``state.entries``.
+    Stores how each parameter is reduced in ``metadata.entries``.
 
     One reducer handles the parameters of this stage. Further reducers handle the parameters that it shares with other
     stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
     """
-    shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
-    state.regions = places = ParameterRegionFinder(plan, state.activations)
+    shared: dict[str, tuple[int, ...]] = {} if metadata.stages is None else metadata.stages.shared
+    metadata.regions = places = ParameterRegionFinder(plan, metadata.activations)
     specs = {id(param): spec for _, param, spec in named_sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         layout, place = places.find_region(name)
-        reduction = get_gradient_reduction(spec, layout, place, state.context.sizes, shared.get(name, ()))
-        state.entries.append(ParamEntry(name, param, spec, reduction))
-    get_reduction_axis = _create_gradient_reduction_groups(state, list(dict.fromkeys(shared.values())))
+        reduction = get_gradient_reduction(spec, layout, place, metadata.context.sizes, shared.get(name, ()))
+        metadata.entries.append(ParamEntry(name, param, spec, reduction))
+    get_reduction_axis = _create_gradient_reduction_groups(metadata, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
     gradients: dict[tuple[int, ...], list[GradientSlot]] = {}
-    for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
+    for entry in sorted(metadata.entries, key=lambda entry: order.get(entry.name, 0)):
         axis = get_reduction_axis(entry.reduction)
         if axis.size > 1 or entry.reduction.divisor != 1:
-            gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, state.coords))
+            gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, metadata.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
         if block.stream.layout.get_stack_shard(block.axis.name) is None:
             _install_gradient_divisor_hooks(module, block, by_param)
-    size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
-    state.reducers = [
-        GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages differ in weights
+    size = metadata.request.extra.get("bucket_bytes", BUCKET_BYTES)
+    metadata.reducers = [
+        GradientReducer(
+            gradients[stages], size, consistency_monitor=None if stages else metadata.monitor
+        )  # stages differ in weights
         for stages in sorted(gradients)
     ]
 
@@ -273,8 +279,8 @@ def install_gradient_reduction(
 class ParameterRegionFinder:
     """Determines whether a parameter is inside attention or an MLP, elsewhere in a layer, or outside the layers."""
 
-    def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
-        self._stream, blocks = stream, [block for _, block in plan.blocks]
+    def __init__(self, plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
+        self._stream, blocks = activation_layout, [block for _, block in plan.blocks]
         self._inside = tuple(_with_trailing_dot(block.entry) for block in blocks)
         # each rank adds a fraction of the bias, unless the module is a block by itself
         self._biases = {f"{_with_trailing_dot(block.row)}bias" for block in blocks if block.replicated_terms is None}
@@ -283,7 +289,7 @@ class ParameterRegionFinder:
             map(_with_trailing_dot, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered))
         )
         self._stacks = [
-            (prefix, stack.get_activation_layout(stream))
+            (prefix, stack.get_activation_layout(activation_layout))
             for stack in plan.stacks
             for prefix in map(_with_trailing_dot, (stack.layers, stack.final_norm or ""))
             if prefix
@@ -304,7 +310,7 @@ def _with_trailing_dot(path: str) -> str:
 
 
 def _create_gradient_reduction_groups(
-    state: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
+    metadata: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
 ) -> Callable[[GradientReduction], Axis]:
     """Create the process groups for gradient reduction, in the same order on all processes.
 
@@ -313,10 +319,10 @@ def _create_gradient_reduction_groups(
     Args:
         stage_sets: sets of stages that share a parameter.
     """
-    context = state.context
-    names = ("data", *state.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))
+    context = metadata.context
+    names = ("data", *metadata.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))
     outside = tuple(name for name in names if context.axis(name).size > 1)
-    block = [name for name in state.activations.block if context.sizes.get(name, 1) > 1]
+    block = [name for name in metadata.activations.block if context.sizes.get(name, 1) > 1]
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
         (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
@@ -339,16 +345,16 @@ class _GradientDivisorHook:
     """A forward pre-hook that sets the divisor of a module's gradients before their reduction."""
 
     block: TensorParallelBlock
-    gradients: list[GradientSlot]
+    gradient_slots: list[GradientSlot]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        for gradient in self.gradients:
+        for gradient in self.gradient_slots:
             multiplicity = 1 if self.block.is_open else self.block.axis.size
             gradient.divisor = gradient.entry.reduction.divisor * multiplicity
 
 
 def _install_gradient_divisor_hooks(
-    entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
+    entry: nn.Module, block: TensorParallelBlock, gradient_slot_by_param_id: dict[int, GradientSlot]
 ) -> None:
     """Install hooks that choose gradient divisors for modules before and after an all-reduce.
 
@@ -357,6 +363,6 @@ def _install_gradient_divisor_hooks(
     """
     for module in entry.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))
-        gradients = [gradient_by_param_id[id(p)] for p in params if id(p) in gradient_by_param_id]
+        gradients = [gradient_slot_by_param_id[id(p)] for p in params if id(p) in gradient_slot_by_param_id]
         if gradients and not isinstance(module, ParallelModule):
             register_forward_hooks(module, HookOrder.GRADIENT_DIVISOR, _GradientDivisorHook(block, gradients))

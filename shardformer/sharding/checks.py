@@ -72,13 +72,13 @@ def create_checked_context(config: ShardConfig) -> ParallelContext:
     if store is not None:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
-        announcement = _GroupAnnouncement(ranks, f"{kind} {ranks}", str(problem or ""))
+        announcement = _ProcessGroupReport(ranks, f"{kind} {ranks}", str(problem or ""))
         rank, key = dist.get_rank(), f"{ANNOUNCEMENTS}/{dist.get_rank()}"
         store.set(f"{key}/{store.add(key, 1)}", json.dumps(astuple(announcement)))
         deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # read all announcements before raising, so that a later call does not read those of this call
         others = [other for other in range(dist.get_world_size()) if other != rank]
-        problems = [_check_peer_announcement(store, other, announcement, deadline) for other in others]
+        problems = [_check_peer_process_group(store, other, announcement, deadline) for other in others]
         problem = problem or next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise problem
@@ -87,50 +87,54 @@ def create_checked_context(config: ShardConfig) -> ParallelContext:
 
 
 @dataclass(frozen=True)
-class _GroupAnnouncement:
+class _ProcessGroupReport:
     """A message in which a process announces its process group, or why it cannot shard the model."""
 
     ranks: list[int]
-    group: str
+    group_description: str
     problem: str
 
 
-def _check_peer_announcement(
-    store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
+def _check_peer_process_group(
+    store: Any, peer_rank: int, local_report: _ProcessGroupReport, deadline: float
 ) -> ShardFormerError | None:
     """Return an error if another process passed a different process group or cannot shard the model.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
     """
-    me, is_member = dist.get_rank(), peer in announcement.ranks
-    place = f"{ANNOUNCEMENTS}/{me}/of/{peer}"
+    me, is_member = dist.get_rank(), peer_rank in local_report.ranks
+    place = f"{ANNOUNCEMENTS}/{me}/of/{peer_rank}"
     while True:
-        key = f"{ANNOUNCEMENTS}/{peer}/{store.add(place, 0) + 1}"
-        has_arrived, why = _wait_for_key(store, key, None if is_member else deadline, peer)
+        key = f"{ANNOUNCEMENTS}/{peer_rank}/{store.add(place, 0) + 1}"
+        has_arrived, why = _wait_for_key(store, key, None if is_member else deadline, peer_rank)
         if not has_arrived:
             if is_member and why:
                 return LaunchError(
-                    f"Process {peer} ended before it reached shard_model: {why}.",
-                    remedy=f"Fix the error of process {peer}.",
+                    f"Process {peer_rank} ended before it reached shard_model: {why}.",
+                    remedy=f"Fix the error of process {peer_rank}.",
                 )
-            problem = f"Process {peer} did not reach shard_model for {announcement.group}, but process {me} did"
+            problem = (
+                f"Process {peer_rank} did not reach shard_model for {local_report.group_description}, but "
+                f"process {me} did"
+            )
             return LostPeerError(problem, remedy=SAME_GROUP) if is_member else None
-        announced = _GroupAnnouncement(*json.loads(store.get(key)))
+        announced = _ProcessGroupReport(*json.loads(store.get(key)))
         is_about_us = me in announced.ranks
-        if is_about_us and not is_member and not announcement.problem:
+        if is_about_us and not is_member and not local_report.problem:
             return None
         store.add(place, 1)
-        if announcement.problem:
+        if local_report.problem:
             return None  # one announcement answers another, and this process already has a problem
         if announced.problem:
             return LaunchError(
-                f"Process {peer} cannot shard the model: {announced.problem}.",
-                remedy=f"Fix the error of process {peer}.",
+                f"Process {peer_rank} cannot shard the model: {announced.problem}.",
+                remedy=f"Fix the error of process {peer_rank}.",
             )
-        if is_about_us and announced != announcement:
+        if is_about_us and announced != local_report:
             problem = (
-                f"Process {me} shards over {announcement.group}, but its member process {peer} over {announced.group}"
+                f"Process {me} shards over {local_report.group_description}, but its member process "
+                f"{peer_rank} over {announced.group_description}"
             )
             return ConfigError(problem, remedy=SAME_GROUP)
         if is_about_us or not is_member:
@@ -140,7 +144,7 @@ def _check_peer_announcement(
 SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of its members"
 
 
-def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tuple[bool, str]:
+def _wait_for_key(store: Any, store_key: str, deadline: float | None, peer_rank: int) -> tuple[bool, str]:
     """Wait until another process sets a key of the store, and return whether it did.
 
     Also returns why that process ended, or "". Waits until the deadline, or for the store's timeout. Polls, because
@@ -149,10 +153,10 @@ def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tu
     end = time.monotonic() + store.timeout.total_seconds() if deadline is None else deadline
     pause_s = FIRST_PAUSE_S
     with suppress(RuntimeError):  # raised if the process that hosts the store has ended
-        while not store.check([key]):
-            why = store.get(f"{ENDED}/{peer}").decode() if store.check([f"{ENDED}/{peer}"]) else ""
+        while not store.check([store_key]):
+            why = store.get(f"{ENDED}/{peer_rank}").decode() if store.check([f"{ENDED}/{peer_rank}"]) else ""
             if why or time.monotonic() >= end:
-                return bool(store.check([key])), why
+                return bool(store.check([store_key])), why
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return True, ""
@@ -194,14 +198,14 @@ def check_can_be_sharded(model: nn.Module) -> None:
 
 
 def make_checked_plan(
-    model: nn.Module, policy: Policy, config: ShardConfig, *, applies_rules: bool = True
+    model: nn.Module, policy: Policy, config: ShardConfig, *, apply_rules: bool = True
 ) -> ShardingPlan:
     """Check that a model supports the config, and return the policy's sharding plan for the model.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
-        applies_rules: whether weights are sharded (see ``make_sharding_plan``).
+        apply_rules: whether weights are sharded (see ``make_sharding_plan``).
 
     Raises:
         PolicyError: see ``make_sharding_plan``.
@@ -214,7 +218,7 @@ def make_checked_plan(
             f"enable_sequence_parallelism=True requires a LayerStack, but {type(policy).__name__} has none.",
             remedy="Write a RolePolicy with a LayerStack, or set enable_sequence_parallelism=False.",
         )
-    if config.uses_context_parallel:
+    if config.has_context_parallel:
         check_context_parallel_support(
             model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes
         )
@@ -227,9 +231,9 @@ def make_checked_plan(
     with record_changes_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
-    if policy.replaces_class_or_ties_params:
+    if policy.has_replaced_class_or_tied_params:
         legacy.check_legacy_policy(policy, model)
-    return make_sharding_plan(model, policy, applies_rules=applies_rules)
+    return make_sharding_plan(model, policy, apply_rules=apply_rules)
 
 
 def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
@@ -243,14 +247,14 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
                 remedy="Load the model again, and shard it before you evaluate it.",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
-            raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
+            raise _make_quantized_layer_error(model, path, f"sequence={context.sequence.size}")
     for path, replacement in plan.replacements.items():
         module, target = model.get_submodule(path), replacement.target_module
         is_parallel = isinstance(target, type) and issubclass(target, (Linear1D_Col, Linear1D_Row))
         if path in owners and not (is_parallel and is_4bit_linear(module)):
-            raise _make_quantized_error(model, path, f"tensor={context.tensor.size}")
+            raise _make_quantized_layer_error(model, path, f"tensor={context.tensor.size}")
     if found := next((path for path in plan.parameters if path in packed), None):
-        raise _make_quantized_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
+        raise _make_quantized_layer_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
 
 
 def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
@@ -259,17 +263,17 @@ def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) ->
     if axis is None or not has_quantization_config(model):
         return
     for path, module in model.named_modules():
-        is_own = not runs_library_code(module) or type(module).__module__.startswith("transformers.integrations.")
+        is_own = not has_library_forward(module) or type(module).__module__.startswith("transformers.integrations.")
         if is_own and any(
             not (x.is_floating_point() or x.dtype == torch.bool) for x in module._buffers.values() if x is not None
         ):
-            raise _make_quantized_error(model, path, f"{axis}={axis_sizes[axis]}")
+            raise _make_quantized_layer_error(model, path, f"{axis}={axis_sizes[axis]}")
 
 
-def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
-    kind = type(model.get_submodule(path)).__name__
+def _make_quantized_layer_error(model: nn.Module, module_path: str, layout: str) -> ConfigError:
+    kind = type(model.get_submodule(module_path)).__name__
     return ConfigError(
-        f"{path} is a quantized {kind}, which does not support {layout}.",
+        f"{module_path} is a quantized {kind}, which does not support {layout}.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
@@ -277,7 +281,7 @@ def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigErr
 
 def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
-    sharded = plan.get_sharded_parameter_ids()
+    sharded = plan.get_sharded_param_names_by_id()
     for p in model.parameters():
         if id(p) in sharded and get_tensor_hooks(p):
             name = sharded[id(p)]
@@ -290,8 +294,8 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
 
 def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None) -> None:
     """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved."""
-    sharded = plan.get_sharded_parameter_ids()
-    is_here = stages.is_stored_on_this_rank if stages is not None else lambda _: True
+    sharded = plan.get_sharded_param_names_by_id()
+    is_here = stages.is_stored_locally if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
     if found := find_parameter_view(model, moved):
         view, name = found
@@ -301,7 +305,7 @@ def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Pipel
         )
 
 
-def find_externally_referenced_ids(model: nn.Module) -> set[int]:
+def find_referenced_param_ids(model: nn.Module) -> set[int]:
     """Return the ids of parameters that are referenced outside the model, for example by an optimizer.
 
     Compares their reference counts with the count of a parameter to which only its module refers.
@@ -323,33 +327,35 @@ def _count_parameter_references(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def check_no_existing_optimizer(
-    model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None, referenced_ids: Collection[int]
+    model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None, referenced_param_ids: Collection[int]
 ) -> None:
     """Raise ConfigError if an optimizer already contains a parameter that sharding will replace.
 
     Args:
-        referenced_ids: result of ``find_externally_referenced_ids`` before planning. The slow search through all
+        referenced_param_ids: result of ``find_referenced_param_ids`` before planning. The slow search through all
             objects of the process runs only if it contains a parameter to shard.
     """
-    sharded = plan.get_sharded_parameter_ids()
+    sharded = plan.get_sharded_param_names_by_id()
     if stages is not None:
-        sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_stored_on_this_rank(name)}
-    if not sharded.keys() & referenced_ids:
+        sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_stored_locally(name)}
+    if not sharded.keys() & referenced_param_ids:
         return
     check_params_not_in_optimizer([p for p in model.parameters() if id(p) in sharded], sharded, type(model).__name__)
 
 
-def check_params_not_in_optimizer(params: list[nn.Parameter], name_by_id: Mapping[int, str], model_name: str) -> None:
+def check_params_not_in_optimizer(
+    params: list[nn.Parameter], name_by_param_id: Mapping[int, str], model_name: str
+) -> None:
     """Raise ConfigError if any optimizer of the process contains one of these parameters.
 
     Args:
-        name_by_id: id of each parameter -> its name.
+        name_by_param_id: id of each parameter -> its name.
     """
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
     lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):
         if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
-            name = next((name_by_id[id(p)] for p in group["params"] if id(p) in name_by_id), None)
+            name = next((name_by_param_id[id(p)] for p in group["params"] if id(p) in name_by_param_id), None)
             if name is not None:
                 raise ConfigError(
                     f"An optimizer already contains the parameter {name!r} of {model_name}, which sharding replaces.",
@@ -377,7 +383,7 @@ def restore_model_on_error(model: nn.Module) -> Iterator[None]:
 
     Parameter values that functions of a policy overwrite in place are not restored.
     """
-    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_hook_dicts(p)))) for p in model.parameters()]
+    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_grad_hook_dicts(p)))) for p in model.parameters()]
     modules = list(model.modules())
     before = [(m, type(m), dict(vars(m)), _copy_private_dicts(vars(m))) for m in modules]
     settings = [(c, dict(vars(c))) for c in find_model_configs(model)]
@@ -386,43 +392,43 @@ def restore_model_on_error(model: nn.Module) -> Iterator[None]:
     except BaseException:
         for m, kind, attributes, tables in before:
             m.__class__ = kind
-            _replace_entries(vars(m), attributes)
+            _replace_dict_entries(vars(m), attributes)
             for name, entries in tables.items():
-                _replace_entries(vars(m)[name], entries)
+                _replace_dict_entries(vars(m)[name], entries)
         for c, attributes in settings:
-            _replace_entries(vars(c), attributes)
+            _replace_dict_entries(vars(c), attributes)
         for p, trains, attributes, hooks in params:
             if p.requires_grad != trains:
                 p.requires_grad_(trains)
-            _replace_entries(vars(p), attributes)
-            for table, own in zip(_get_hook_dicts(p), hooks, strict=True):
+            _replace_dict_entries(vars(p), attributes)
+            for table, own in zip(_get_grad_hook_dicts(p), hooks, strict=True):
                 for key in table.keys() - own:
                     del table[key]
         raise
 
 
-def _get_hook_dicts(p: nn.Parameter) -> list[dict[int, Any]]:
-    return [p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {}]
+def _get_grad_hook_dicts(param: nn.Parameter) -> list[dict[int, Any]]:
+    return [param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}]
 
 
-def _copy_private_dicts(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {n: v.copy() for n, v in attributes.items() if n.startswith("_") and isinstance(v, dict | set)}
+def _copy_private_dicts(instance_dict: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.copy() for n, v in instance_dict.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 
-def _replace_entries(target: Any, entries: Any) -> None:
-    target.clear()
-    target.update(entries)
+def _replace_dict_entries(target_dict: Any, new_entries: Any) -> None:
+    target_dict.clear()
+    target_dict.update(new_entries)
 
 
 TIE_REMEDY = "Tie them with module.weight = other.weight instead of .data, or clone one of them."
 
 
 def check_tied_weights_on_same_stage(
-    ties: Sequence[OverlapGroup], find_owner_ranks: Callable[[str], Sequence[int]]
+    tied_groups: Sequence[OverlapGroup], owner_ranks_fn: Callable[[str], Sequence[int]]
 ) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
-    for group in ties:
-        if len({tuple(find_owner_ranks(name)) for name in group}) > 1:
+    for group in tied_groups:
+        if len({tuple(owner_ranks_fn(name)) for name in group}) > 1:
             first, second, *_ = group
             raise ConfigError(
                 f"{first} and {second} share memory, but are on different pipeline stages.", remedy=TIE_REMEDY
@@ -430,19 +436,19 @@ def check_tied_weights_on_same_stage(
 
 
 def restore_tied_weights(
-    model: nn.Module, ties: Sequence[OverlapGroup], spec_by_shard_id: Mapping[int, ShardSpec]
+    model: nn.Module, tied_groups: Sequence[OverlapGroup], spec_by_shard_id: Mapping[int, ShardSpec]
 ) -> None:
     """Make the shards of tied weights share memory again after sharding.
 
     Args:
         model: the sharded model.
-        ties: groups of names of parameters that shared memory before sharding.
+        tied_groups: groups of names of parameters that shared memory before sharding.
         spec_by_shard_id: id(shard) -> its layout.
 
     Raises ConfigError if the parameters of a group are sharded in different ways.
     """
     present = dict(model.named_parameters(remove_duplicate=False))
-    for group in ties:
+    for group in tied_groups:
         parts = {name: present[name] for name in group if name in present}
         if not any(id(part) in spec_by_shard_id for part in parts.values()):
             continue  # replicated, or on another stage
@@ -494,26 +500,26 @@ def named_norm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def runs_library_code(module: nn.Module) -> bool:
+def has_library_forward(module: nn.Module) -> bool:
     """Return whether the ``forward`` method of a module comes from a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
     return "forward" not in vars(module) and _get_top_level_package(of_class) in LIBRARIES
 
 
-def _get_top_level_package(function: Any) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]
+def _get_top_level_package(fn: Any) -> str:
+    return str(getattr(fn, "__module__", "")).partition(".")[0]
 
 
-def find_user_code_modules(model: nn.Module, stack_paths: list[str]) -> Iterator[tuple[str, nn.Module]]:
+def iter_user_code_modules(model: nn.Module, layer_list_paths: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the paths and modules in these layers that run user-written code, unless it is element-wise."""
-    for stack in stack_paths:
+    for stack in layer_list_paths:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
+            if not has_library_forward(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 
-def runs_user_code(model: nn.Module, policy: Policy) -> bool:
+def has_user_code_layers(model: nn.Module, policy: Policy) -> bool:
     """Return whether any layer runs user-written code, other than element-wise functions."""
     own = copy.copy(policy)
     own.set_model(model)
-    return any(True for _ in find_user_code_modules(model, [stack.layers for stack in own.stacks()]))
+    return any(True for _ in iter_user_code_modules(model, [stack.layers for stack in own.stacks()]))

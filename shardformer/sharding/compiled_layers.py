@@ -24,25 +24,25 @@ from torch import nn
 from shardformer import torch_compat
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.context_parallel.attention import (
-    has_patched_relative_bias,
-    wrap_attention_modules,
+    has_patched_position_bias,
+    wrap_attention_in_tensors,
     wrap_mask_in_tensor,
 )
 from shardformer.context_parallel.model_hooks import FullSequenceHook
 from shardformer.context_parallel.sequence_layout import ContextParallelState
 from shardformer.errors import ConfigError, check_choice, check_names
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata
-from shardformer.random_state import uses_dropout
-from shardformer.sharding.graph_random_state import compile_with_random_state
-from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, get_first_tensor
+from shardformer.random_state import may_use_dropout
+from shardformer.sharding.graph_random_state import compile_with_rng_state
+from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, get_first_tensor_arg
 from shardformer.torch_compat import current_graph_task_id, tree_map
 from shardformer.transformers_compat import (
     find_kv_caches,
-    get_checkpointing_function,
+    get_gradient_checkpointing_fn,
     has_cached_tokens,
     unwrap_checkpointed_forward,
 )
-from shardformer.zero.stage3_parameters import gather_param_groups
+from shardformer.zero.stage3_parameters import gather_groups_of_params
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND = "inductor"
@@ -51,7 +51,7 @@ OPTIONS = ("mode", "options", "dynamic", "fullgraph")
 
 
 @dataclass(eq=False)
-class StackCompiler:
+class LayerStackCompiler:
     """Compiles a list of layers, such as a decoder, with torch.compile, and counts the compiled graphs.
 
     Args:
@@ -86,15 +86,17 @@ class StackCompiler:
             function, backend=self._compile_graph, fullgraph=True, dynamic=dynamic
         )
 
-    def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
+    def _compile_graph(self, graph: Any, example_inputs: Sequence[Any]) -> Any:
         self.graphs.append(self.running)
         if self.random_device is None:
-            return self._compile(graph, inputs)
-        return compile_with_random_state(graph, inputs, self._compile, self.random_device)
+            return self._compile(graph, example_inputs)
+        return compile_with_rng_state(graph, example_inputs, self._compile, self.random_device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StackCompiler:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerStackCompiler:
         """Copy the settings without the compiled graphs, so that a copied model compiles its layers again."""
-        memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers, self.random_device)
+        memo[id(self)] = copy = LayerStackCompiler(
+            self.path, self.backend, self.options, self.layers, self.random_device
+        )
         return copy
 
     def __str__(self) -> str:
@@ -107,7 +109,7 @@ class StackCompiler:
 
 
 def _call_layer_with_lengths(
-    forward: Callable[..., Any],
+    forward_fn: Callable[..., Any],
     layer: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -116,10 +118,10 @@ def _call_layer_with_lengths(
     """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
     for stream, length in sharding_lengths:
         setattr(stream, stream.length_name, length)
-    return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
+    return forward_fn(*args, **kwargs) if layer is None else forward_fn(layer, *args, **kwargs)
 
 
-class CompiledLayer:
+class CompiledForward:
     """A compiled replacement for the ``forward`` method of a layer. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
@@ -128,11 +130,17 @@ class CompiledLayer:
     Raises ConfigError in the first forward pass if the layer cannot be compiled as one graph.
     """
 
-    def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        layer_path: str,
+        stack_compiler: LayerStackCompiler,
+        context_parallel_state: ContextParallelState | None,
+    ) -> None:
         original: Any = layer.forward
-        self._layer, self._path, self._stack, self._context = layer, path, stack, context
+        self._layer, self._path, self._stack, self._context = layer, layer_path, stack_compiler, context_parallel_state
         self._outside_of_graph: Callable[..., Any] = torch.compiler.disable(
-            type(self)._run_compiled_or_eagerly
+            type(self)._run_compiled_or_eager
         )  # unbound, for copies
         self._before, forward = vars(layer).get("forward"), getattr(original, "__func__", original)
         self._is_method = forward is not original
@@ -142,8 +150,8 @@ class CompiledLayer:
         blocks = [block for module in layer.modules() if (block := getattr(module, "block", None)) is not None]
         self._streams = list(dict.fromkeys(block.stream for block in blocks))
         for block in blocks:
-            block.keep_random_state_in_graph()
-        wrap_attention_modules(layer)
+            block.include_rng_switch_in_graph()
+        wrap_attention_in_tensors(layer)
 
     def restore_original_forward(self) -> None:
         """Restore the original ``forward`` of the layer."""
@@ -154,26 +162,26 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a larger graph ends here, and begins again after the layer
             return self._outside_of_graph(self, *args, **kwargs)
-        return self._run_compiled_or_eagerly(*args, **kwargs)
+        return self._run_compiled_or_eager(*args, **kwargs)
 
-    def _run_compiled_or_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled_or_eager(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
-            return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
+            return self._run_eager(args, kwargs)  # the sequence of this forward pass is not sharded
         if caches := find_kv_caches((*args, *kwargs.values())):
             if not torch.is_grad_enabled() or any(map(has_cached_tokens, caches)):
-                return self._run_eagerly(args, kwargs)
+                return self._run_eager(args, kwargs)
             args = tuple(None if any(x is cache for cache in caches) else x for x in args)
             kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
-        if self._checkpoints_in_forward and (checkpoint := get_checkpointing_function(self._layer)) is not None:
+        if self._checkpoints_in_forward and (checkpoint := get_gradient_checkpointing_fn(self._layer)) is not None:
             return checkpoint(functools.partial(self._run_compiled, **kwargs), *args)
         return self._run_compiled(*args, **kwargs)
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = resolve_deferred_tensors((args, kwargs))
         for stream in self._streams:
-            stream.restore_input_size_in_recompute(get_first_tensor(args, kwargs))
+            stream.restore_input_size_in_recompute(get_first_tensor_arg(args, kwargs))
             stream.is_restored = True
-        gather_param_groups(self._layer.parameters())
+        gather_groups_of_params(self._layer.parameters())
         self._stack.running = self._path
         try:
             return self._call_compiled(args, kwargs)
@@ -184,7 +192,7 @@ class CompiledLayer:
         finally:
             for stream in self._streams:
                 stream.is_restored = False
-        return self._run_eagerly(args, kwargs)
+        return self._run_eager(args, kwargs)
 
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
@@ -192,7 +200,7 @@ class CompiledLayer:
         lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
         return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(self._layer, *args, **kwargs) if self._is_method else self._forward(*args, **kwargs)
 
     def _warn_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,33 +226,37 @@ class CompiledLayer:
 
 
 def compile_layer_stacks(
-    model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]
+    model: nn.Module, metadata: ShardingMetadata, backend: Backend, options: Mapping[str, Any]
 ) -> None:
     """Replace the ``forward`` method of each layer so that the layer is compiled at its first call.
 
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
-    _check_can_be_compiled(model, state, backend)
-    found = {path: _find_local_layers(model, path) for path in state.layer_stacks}
+    _check_can_be_compiled(model, metadata, backend)
+    found = {path: _get_local_layers(model, path) for path in metadata.layer_stacks}
     if not found:
         name = torch_compat.get_compile_backend_name(backend)
         raise ConfigError(
             f"compile={name!r} has no effect, because the policy of {type(model).__name__} describes no layers.",
             remedy="Set compile=False and call torch.compile(model), or pass a policy with a LayerStack.",
         )
-    differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
-    draws = differs and uses_dropout(model)
-    device = state.context.device if draws else None
-    state.compilers[:] = [StackCompiler(path, backend, options, list(layers), device) for path, layers in found.items()]
-    for stack in state.compilers:
+    differs = (
+        metadata.context.sizes["tensor"] > 1 or metadata.context.sizes["sequence"] > 1
+    )  # the random state of the ranks
+    draws = differs and may_use_dropout(model)
+    device = metadata.context.device if draws else None
+    metadata.compilers[:] = [
+        LayerStackCompiler(path, backend, options, list(layers), device) for path, layers in found.items()
+    ]
+    for stack in metadata.compilers:
         for path, layer in found[stack.path].items():
-            if isinstance(before := vars(layer).get("forward"), CompiledLayer):
+            if isinstance(before := vars(layer).get("forward"), CompiledForward):
                 before.restore_original_forward()
-            layer.forward = CompiledLayer(layer, path, stack, state.context_run)
+            layer.forward = CompiledForward(layer, path, stack, metadata.context_run)
 
 
-def compile_as_configured(
-    model: nn.Module, state: ShardingMetadata, compile: bool | str, wrapper_options: Mapping[str, Any]
+def compile_if_configured(
+    model: nn.Module, metadata: ShardingMetadata, compile: bool | str, wrapper_options: Mapping[str, Any]
 ) -> None:
     """Compile a sharded model if the config requests it, or if the model was wrapped by torch.compile.
 
@@ -253,24 +265,26 @@ def compile_as_configured(
             overrides.
     """
     if compile:
-        compile_layer_stacks(model, state, DEFAULT_BACKEND if compile is True else compile, {})
-    elif wrapper_options and state.layer_stacks:
-        compile_layer_stacks(model, state, wrapper_options["backend"], {"dynamic": wrapper_options["dynamic"]})
+        compile_layer_stacks(model, metadata, DEFAULT_BACKEND if compile is True else compile, {})
+    elif wrapper_options and metadata.layer_stacks:
+        compile_layer_stacks(model, metadata, wrapper_options["backend"], {"dynamic": wrapper_options["dynamic"]})
     elif wrapper_options:
         nn.Module.compile(model, **wrapper_options)
 
 
-def _find_local_layers(model: nn.Module, stack_path: str) -> dict[str, nn.Module]:
+def _get_local_layers(model: nn.Module, layer_list_path: str) -> dict[str, nn.Module]:
     """Return the layers on this pipeline stage as a dict that maps paths to layers."""
-    layers = {f"{stack_path}.{name}": layer for name, layer in model.get_submodule(stack_path).named_children()}
+    layers = {
+        f"{layer_list_path}.{name}": layer for name, layer in model.get_submodule(layer_list_path).named_children()
+    }
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
 
-def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: Backend) -> None:
+def _check_can_be_compiled(model: nn.Module, metadata: ShardingMetadata, backend: Backend) -> None:
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
-    name, device = torch_compat.get_compile_backend_name(backend), state.context.device.type
-    if state.context_run is not None and (reason := _explain_context_parallel_conflict(model, state)):
+    name, device = torch_compat.get_compile_backend_name(backend), metadata.context.device.type
+    if metadata.context_run is not None and (reason := _get_context_parallel_conflict(model, metadata)):
         raise ConfigError(
             f"compile={name!r} is not supported, because context parallelism {reason}.", remedy="Set compile=False."
         )
@@ -282,13 +296,13 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
         raise ConfigError("compile='inductor' requires a C++ compiler, but none is installed.", remedy="Install g++.")
 
 
-def _explain_context_parallel_conflict(model: nn.Module, state: ShardingMetadata) -> str:
+def _get_context_parallel_conflict(model: nn.Module, metadata: ShardingMetadata) -> str:
     """Return why context parallelism prevents compilation of the layers, or an empty string."""
-    if state.context_run.is_whole:
+    if metadata.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
-    if any(isinstance(hook, FullSequenceHook) for hook in state.region_hooks):
+    if any(isinstance(hook, FullSequenceHook) for hook in metadata.region_hooks):
         return "gathers the full sequence for modules inside the layers"
-    if any(has_patched_relative_bias(module) for module in model.modules()):
+    if any(has_patched_position_bias(module) for module in model.modules()):
         return "computes the relative position bias of this model in Python"
     return ""
 
@@ -321,7 +335,7 @@ def compile_model(
     compile_layer_stacks(self, state, backend, options)
 
 
-def get_stack_compilers(model: nn.Module) -> list[StackCompiler]:
+def get_layer_stack_compilers(model: nn.Module) -> list[LayerStackCompiler]:
     """Return the objects that compile the layers of a sharded model. Empty if the model is not compiled."""
-    compilers: list[StackCompiler] = get_metadata(model).compilers
+    compilers: list[LayerStackCompiler] = get_metadata(model).compilers
     return compilers

@@ -20,7 +20,7 @@ from shardformer.layout.sharding_metadata import (
     get_shard_specs,
     named_sharded_parameters,
 )
-from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate_schedule
+from shardformer.pipeline.schedules import make_schedule, round_up_num_micro_batches, simulate_schedule
 from shardformer.pipeline.stage_manager import PipelineStages
 
 NAME_WIDTH = 52
@@ -63,42 +63,42 @@ def format_table(
     return align_columns(lines)
 
 
-def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
+def align_columns(table_rows: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
     """Pad the cells of all lines so that the columns are aligned. Lines of one cell are unchanged.
 
     Args:
         first_right_aligned: the first column to align on the right. None aligns all columns on the left.
     """
-    columns = range(max(map(len, lines)))
-    widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
+    columns = range(max(map(len, table_rows)))
+    widths = [max((len(line[i]) for line in table_rows if i < len(line) > 1), default=0) for i in columns]
 
-    def padded(at: int, cell: str) -> str:
+    def pad_cell(column: int, cell: str) -> str:
         return (
-            cell.ljust(widths[at])
-            if first_right_aligned is None or at < first_right_aligned
-            else cell.rjust(widths[at])
+            cell.ljust(widths[column])
+            if first_right_aligned is None or column < first_right_aligned
+            else cell.rjust(widths[column])
         )
 
-    return ["  ".join(padded(at, cell) for at, cell in enumerate(line)).rstrip() for line in lines]
+    return ["  ".join(pad_cell(at, cell) for at, cell in enumerate(line)).rstrip() for line in table_rows]
 
 
-def wrap_paths(path_list: str, width: int, no_break_pattern: str = "(?<=:) ") -> list[str]:
-    """Wrap a list of module paths to lines of at most ``width`` characters. A longer path breaks at a dot.
+def wrap_paths(paths_text: str, max_width: int, no_break_pattern: str = "(?<=:) ") -> list[str]:
+    """Wrap a list of module paths to lines of at most ``max_width`` characters. A longer path breaks at a dot.
 
     Args:
         no_break_pattern: pattern of spaces at which a line must not break.
     """
-    words = re.sub(no_break_pattern, "\xa0", path_list).split(" ")
-    breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
+    words = re.sub(no_break_pattern, "\xa0", paths_text).split(" ")
+    breaks = [word.rfind(".", 0, max_width) + 1 if len(word) > max_width else 0 for word in words]
     text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, max_width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def make_replicated_parameter_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
+def make_replicated_parameter_rows(replicated_params: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
     """Merge the table rows of replicated parameters that belong to the same module or to identical ones."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
-    for path, shape, count, share in parameters:
+    for path, shape, count, share in replicated_params:
         owner, _, leaf = path.rpartition(".")
         names, total = leaves.get((owner, shape, count), ([], 0.0))
         leaves[owner, shape, count] = ([*names, leaf], total + share)
@@ -126,19 +126,19 @@ def _get_stack_pattern(path: str) -> str:
     return f"{before}.*" if star else ""
 
 
-def _remove_stack_prefix(stack: str, path: str) -> str:
-    return path[len(stack) :].lstrip(".") or "the layer itself" if stack else path
+def _remove_stack_prefix(stack_pattern: str, path: str) -> str:
+    return path[len(stack_pattern) :].lstrip(".") or "the layer itself" if stack_pattern else path
 
 
 def _merge_adjacent_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
     """Merge adjacent table rows of one module with equal cells, such as ``attn.q, k, v``."""
 
-    def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
+    def get_group_key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
         return path.rpartition(".")[0], cells, count, path if ": " in path else ""
 
     out = []
-    for _, neighbours in groupby(rows, key):
+    for _, neighbours in groupby(rows, get_group_key):
         (first, cells, count), *others = neighbours
         names = [first, *(path.rpartition(".")[2] for path, *_ in others)]
         how_many = f"{count} of {num_layers}" if count < num_layers else f"{count} times"
@@ -237,7 +237,7 @@ def format_stage_table(rows: list[StageRow], stages: PipelineStages) -> list[str
 
 def _describe_schedule(stages: PipelineStages) -> list[str]:
     name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
-    few, many = (round_up_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
+    few, many = (round_up_num_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
     with_few, with_many = (simulate_schedule(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
     of = ", each in one virtual stage" if chunks > 1 else ""
     text = (
@@ -293,7 +293,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
     return out
 
 
-def find_covering_paths(param_names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
+def find_covering_paths(param_names: Collection[str], all_params: Mapping[str, object]) -> list[str]:
     """Return the shortest list of module paths that contain exactly these parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
@@ -301,13 +301,13 @@ def find_covering_paths(param_names: Collection[str], all_parameters: Mapping[st
     ['e', 'h.weight']
     """
     wanted = set(param_names)
-    counts = Counter(path for name in all_parameters for path in _list_path_prefixes(name))
-    inside = Counter(path for name in wanted for path in _list_path_prefixes(name))
-    found = {next(path for path in _list_path_prefixes(name) if counts[path] == inside[path]) for name in wanted}
+    counts = Counter(path for name in all_params for path in _get_path_prefixes(name))
+    inside = Counter(path for name in wanted for path in _get_path_prefixes(name))
+    found = {next(path for path in _get_path_prefixes(name) if counts[path] == inside[path]) for name in wanted}
     return [path for path in counts if path in found]
 
 
-def _list_path_prefixes(path: str) -> list[str]:
+def _get_path_prefixes(path: str) -> list[str]:
     """Return all prefixes of a path: ``a``, ``a.b`` and ``a.b.c`` for the path ``a.b.c``."""
     return list(accumulate(path.split("."), "{}.{}".format))
 
@@ -376,7 +376,7 @@ def format_summary_as_html(title: str, rows: Mapping[str, str]) -> str:
     return f"<table><caption>{escape(title)}</caption>{body}</table>"
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
+def count_total_and_local_params(model: nn.Module) -> tuple[int, int]:
     """Return the number of parameters in the full model, and the number that this rank stores.
 
     Replicated parameters count on each rank. Under ZeRO stage 3, the second number includes the shards that this rank
@@ -391,7 +391,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 def sharded_extra_repr(self: nn.Module) -> str:
     """Return the ``extra_repr`` of a sharded model, with a line about its layout and number of parameters."""
-    total, local = count_parameters(self)
+    total, local = count_total_and_local_params(self)
     own, context = type(self).extra_repr(self), str(get_metadata(self).context)
     line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
     return f"{own}\n{line}" if own else line
@@ -408,26 +408,26 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
-    def pattern(path: str) -> str:
+    def to_layer_pattern(path: str) -> str:
         return _replace_layer_index(model, path, layers, stages)
 
-    shapes = _list_sharded_shapes(model)
+    shapes = _get_sharded_param_shapes(model)
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
         if stages is None or not stages.is_on_other_rank(r.path):
             of_path = shapes.get(r.path, {}) if r.kind == "module" else {}
             for path, of_param in of_path.items():
-                rows[pattern(path) or type(model).__name__, r.before, r.after, *of_param] += 1
+                rows[to_layer_pattern(path) or type(model).__name__, r.before, r.after, *of_param] += 1
             if not of_path:
-                changes[pattern(r.path) or type(model).__name__, r.before, r.after] += 1
+                changes[to_layer_pattern(r.path) or type(model).__name__, r.before, r.after] += 1
     replicated: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
-            of = (pattern(name), _format_shape(p.shape))
+            of = (to_layer_pattern(name), _format_shape(p.shape))
             count, size = replicated.get(of, (0, 0))
             replicated[of] = (count + 1, size + p.numel())
-    total = max(count_parameters(model)[0], 1)
+    total = max(count_total_and_local_params(model)[0], 1)
     rows_of_stages = [] if stages is None else make_stage_rows(stages)
     return ShardingDescription(
         _format_title(model, state, total),
@@ -445,7 +445,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     )
 
 
-def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
+def _get_sharded_param_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
     """Return the full and local shape of each sharded parameter, grouped by module.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
@@ -464,28 +464,28 @@ def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str
     return found
 
 
-def _format_title(model: nn.Module, state: ShardingMetadata, num_parameters: int) -> str:
+def _format_title(model: nn.Module, metadata: ShardingMetadata, num_parameters: int) -> str:
     local = sum(p.numel() for p in model.parameters())
-    enabled = [name for name, value in state.request.options.items() if value is True]
+    enabled = [name for name, value in metadata.request.options.items() if value is True]
     on = ", ".join(
         name.removeprefix("enable_").replace("_", " ")
         for name in enabled
-        if name != "enable_tensor_parallelism" or state.context.tensor.size > 1
+        if name != "enable_tensor_parallelism" or metadata.context.tensor.size > 1
     )
     return (
-        f"{type(model).__name__} over {state.context}, by {state.request.source}\n"
+        f"{type(model).__name__} over {metadata.context}, by {metadata.request.source}\n"
         + (f"on: {on}\n" if on else "")
         + f"{num_parameters:,} parameters, {local:,} of them on this rank ({local / num_parameters:.1%})"
     )
 
 
 def _replace_layer_index(
-    model: nn.Module, path: str, num_layers_by_stack: dict[str, int], stages: PipelineStages | None = None
+    model: nn.Module, module_path: str, num_layers_by_stack: dict[str, int], stages: PipelineStages | None = None
 ) -> str:
     """Replace the layer index in a module path with ``*``, and record the number of these layers."""
     out: list[str] = []
     module: Any = model
-    parts = path.split(".")
+    parts = module_path.split(".")
     for at, part in enumerate(parts):
         siblings = dict(module.named_children()) if part.isdigit() and isinstance(module, nn.Module) else {}
         is_layer = len({type(m) for m in siblings.values()}) == 1

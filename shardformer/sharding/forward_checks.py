@@ -66,25 +66,25 @@ class KVCacheHeadSelector:
 
         Raises ConfigError for a cache with an unexpected number of heads or an unknown structure.
         """
-        for cache in self._find_caches(inputs):
+        for cache in self._iter_kv_caches(inputs):
             if has_cached_tokens(cache) and LOCAL_HEADS not in vars(cache):
-                self._select_cache_heads(cache)
+                self._select_heads_in_cache(cache)
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled_caches(self, outputs: Sequence[Any]) -> None:
         """Mark KV caches that contain only this rank's heads after a forward pass."""
-        for cache in self._find_caches(outputs):
+        for cache in self._iter_kv_caches(outputs):
             vars(cache)[LOCAL_HEADS] = True
 
-    def _find_caches(self, values: Sequence[Any]) -> Iterator[Any]:
+    def _iter_kv_caches(self, model_values: Sequence[Any]) -> Iterator[Any]:
         if self._layers:
-            yield from (cache for cache in find_kv_caches(values) if hasattr(cache, "__dict__"))
+            yield from (cache for cache in find_kv_caches(model_values) if hasattr(cache, "__dict__"))
 
-    def _select_cache_heads(self, cache: Any) -> None:
-        found = getattr(cache, "layers", None)
-        if found is None or hasattr(cache, "self_attention_cache"):
+    def _select_heads_in_cache(self, kv_cache: Any) -> None:
+        found = getattr(kv_cache, "layers", None)
+        if found is None or hasattr(kv_cache, "self_attention_cache"):
             raise self._make_unsupported_cache_error(
-                f"Tensor parallelism does not support a {type(cache).__name__} as a KV cache."
+                f"Tensor parallelism does not support a {type(kv_cache).__name__} as a KV cache."
             )
         new: list[tuple[Any, str, Tensor]] = []
         for number, layer in enumerate(found):
@@ -128,10 +128,10 @@ class ModelStructureSnapshot:
     """
 
     def __init__(self, model: nn.Module, local_modules: Iterable[ModuleWithLocalActivations]) -> None:
-        self._local_modules = {part.path: part for part in local_modules}
+        self._local_modules = {part.module_path: part for part in local_modules}
         self._modules = list(model.modules())
         self._params: dict[str, int] | None = _get_parameter_ids(model)
-        self._marks = self._snapshot_modules()
+        self._marks = self._get_module_fingerprints()
         self._check_no_user_hooks(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelStructureSnapshot:
@@ -142,20 +142,20 @@ class ModelStructureSnapshot:
     def update_snapshot(self, model: nn.Module) -> None:
         """Record the model again after ShardFormer itself has changed it."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
-        self._marks = self._snapshot_modules()
+        self._marks = self._get_module_fingerprints()
 
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise ConfigError if the model was changed after sharding in a way that would make its results wrong."""
-        if self._snapshot_modules() == self._marks:
+        if self._get_module_fingerprints() == self._marks:
             return
         self._check_parameters_unchanged(model)
         _check_shard_shapes(model)
         self._check_no_user_hooks(model)
         self._check_forwards_unchanged(model)
         self._modules = list(model.modules())
-        self._marks = self._snapshot_modules()
+        self._marks = self._get_module_fingerprints()
 
-    def _snapshot_modules(self) -> list[tuple[Any, ...]]:
+    def _get_module_fingerprints(self) -> list[tuple[Any, ...]]:
         return [
             (
                 *map(id, module._modules.values()),
@@ -187,13 +187,15 @@ class ModelStructureSnapshot:
     def _check_no_user_hooks(self, model: nn.Module) -> None:
         for path, part in self._local_modules.items():
             module = get_attribute_by_path(model, path)
-            tables = [getattr(module, table) for table in part.hooks] if isinstance(module, nn.Module) else []
+            tables = [getattr(module, table) for table in part.hook_tables] if isinstance(module, nn.Module) else []
             for hook in chain.from_iterable(table.values() for table in tables):
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
-                        f"The hook {name} on {path} would receive only a part of the values, because {part.why}.",
-                        remedy=f"Remove the hook, {part.instead}, or set hook.sees_parts = True if it supports this.",
+                        f"The hook {name} on {path} would receive only a part of the values, because {part.reason}.",
+                        remedy=(
+                            f"Remove the hook, {part.alternative}, or set hook.sees_parts = True if it supports this."
+                        ),
                     )
 
     def _check_forwards_unchanged(self, model: nn.Module) -> None:
@@ -214,33 +216,33 @@ class ModuleWithLocalActivations:
     """A module on which user hooks would be wrong, because they would receive only this rank's shard.
 
     Args:
-        why: what is local, as a clause for errors.
-        hooks: the tables of hooks that would receive local values.
-        instead: what to do instead of hooking the module.
+        reason: what is local, as a clause for errors.
+        hook_tables: the tables of hooks that would receive local values.
+        alternative: what to do instead of hooking the module.
     """
 
-    path: str
-    why: str
-    hooks: tuple[str, ...] = MODULE_HOOK_TABLES
-    instead: str = "hook the full attention or MLP instead"
+    module_path: str
+    reason: str
+    hook_tables: tuple[str, ...] = MODULE_HOOK_TABLES
+    alternative: str = "hook the full attention or MLP instead"
 
 
-def find_modules_with_local_activations(
-    plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
+def iter_local_activation_modules(
+    plan: ShardingPlan, metadata: ShardingMetadata, *, is_tensor_parallel: bool
 ) -> Iterator[ModuleWithLocalActivations]:
     """Yield the modules of a sharded model that receive or return only this rank's shard of the activations."""
-    shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
+    shards = [shard for shard in metadata.activations.shards if metadata.context.sizes.get(shard.axis, 1) > 1]
     if shards:
         why = f"between the blocks each rank has a shard of the {' and '.join(shard.dim for shard in shards)}"
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
-                    yield ModuleWithLocalActivations(path, why, instead=HOOK_OUTSIDE)
+                    yield ModuleWithLocalActivations(path, why, alternative=HOOK_OUTSIDE)
             if stack.final_norm is not None:
                 yield ModuleWithLocalActivations(stack.final_norm, why, INPUT_HOOK_TABLES, HOOK_OUTSIDE)
     if is_tensor_parallel:
         for _, block in plan.blocks:
-            yield from _list_modules_in_block(plan.model, block)
+            yield from _iter_local_modules_in_block(plan.model, block)
 
 
 def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
@@ -251,7 +253,7 @@ def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
             hooks[key] = hooks.pop(key)
 
 
-def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[ModuleWithLocalActivations]:
+def _iter_local_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[ModuleWithLocalActivations]:
     why = "inside a block each tensor rank has only its own heads or features"
     if not block.contains_exit_layer:  # the output of the entry and the input of modules around the exit are local
         yield ModuleWithLocalActivations(block.entry, why, OUTPUT_HOOK_TABLES)
@@ -306,11 +308,11 @@ TOLERANCE = 1e-3
 """Allowed difference between the ranks' sums of a gradient, relative to the sum of its absolute values."""
 
 
-class _CompareGradients(Function):
+class _CompareInputGradients(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, axis: Axis) -> Tensor:
-        ctx.name, ctx.axis = name, axis
-        return x.view_as(x)
+    def forward(ctx: Any, tensor: Tensor, input_name: str, axis: Axis) -> Tensor:
+        ctx.name, ctx.axis = input_name, axis
+        return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
@@ -340,9 +342,9 @@ def wrap_inputs_to_compare_grads(args: tuple[Any, ...], kwargs: dict[str, Any], 
     if axis.size == 1 or not torch.is_grad_enabled() or not any(map(requires_gradient, tree_leaves((args, kwargs)))):
         return None
 
-    def attach_comparison(path: Any, tensor: Any) -> Any:
+    def attach_comparison(key_path: Any, tensor: Any) -> Any:
         return (
-            _CompareGradients.apply(tensor, keystr(path[1:]).strip("[]'"), axis)
+            _CompareInputGradients.apply(tensor, keystr(key_path[1:]).strip("[]'"), axis)
             if requires_gradient(tensor)
             else tensor
         )
@@ -362,29 +364,31 @@ class ForwardChecks:
         self,
         model: nn.Module,
         plan: ShardingPlan,
-        state: ShardingMetadata,
+        metadata: ShardingMetadata,
         grid: TensorGrid | None,
         *,
         is_tensor_parallel: bool,
-        uses_context_parallel: bool,
+        is_context_parallel: bool,
     ) -> None:
-        self._state = state  # first, so that pickle raises its error
-        self._has_local_inputs = is_tensor_parallel or uses_context_parallel
+        self._state = metadata  # first, so that pickle raises its error
+        self._has_local_inputs = is_tensor_parallel or is_context_parallel
         self._structure = ModelStructureSnapshot(
-            model, find_modules_with_local_activations(plan, state, is_tensor_parallel=is_tensor_parallel)
+            model, iter_local_activation_modules(plan, metadata, is_tensor_parallel=is_tensor_parallel)
         )
-        self._caches = KVCacheHeadSelector(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
+        self._caches = KVCacheHeadSelector(
+            model, plan.blocks if is_tensor_parallel else (), metadata.context.tensor, grid
+        )
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._run_checks)
-        self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
-        register_forward_hooks(model, HookOrder.CHECKS, self._before_forward, with_kwargs=True)
-        register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after_forward)
-        if any(axis.size > 1 for axis in state.context.axes.values()):
-            install_wrapper_guards(model, state.context)
-        state.check_call, state.on_adapted = self._check_arguments, self._structure.update_snapshot
+        self._compared = not metadata.request.extra.get("check_inputs", True) or metadata.same_batch_axis.size == 1
+        register_forward_hooks(model, HookOrder.CHECKS, self._forward_pre_hook, with_kwargs=True)
+        register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, forward_hook=self._forward_hook)
+        if any(axis.size > 1 for axis in metadata.context.axes.values()):
+            install_wrapper_guards(model, metadata.context)
+        metadata.check_call, metadata.on_adapted = self._check_arguments, self._structure.update_snapshot
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
         if not self._has_local_inputs or torch.compiler.is_compiling():
             return None
@@ -410,7 +414,7 @@ class ForwardChecks:
         if self._should_sync_random_state(model, kwargs):
             sync_random_state_and_check_ranks(self._state, [*args, *kwargs.values()])
 
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _forward_hook(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
             self._caches.mark_filled_caches(list(output.values()))
         return resolve_deferred_tensors(output)

@@ -1,6 +1,6 @@
 """Make compiled layers draw the same random numbers as eager layers, with every torch.compile backend.
 
-Eager operators draw from the generators of the process, and ``LocalRandomState`` replaces the state of the generators
+Eager operators draw from the generators of the process, and ``LocalRNGState`` replaces the state of the generators
 inside a tensor-parallel block. A compiler may reorder or repeat such operators. In the graph of a layer, the random
 state is therefore a tensor, which each drawing operator takes and returns:
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardformer.random_state import derive_local_seed, get_random_generators
+from shardformer.random_state import derive_local_seed, get_torch_generators
 from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, tolist_or_ones
 
 Compiler = Callable[[Any, Sequence[Any]], Any]
@@ -39,11 +39,11 @@ _LIBRARY.define(
 ENTER, LEAVE, SWAP = (
     getattr(torch.ops.shardformer, f"{name}_random_state").default for name in ("enter", "leave", "swap")
 )
-"""Marks in a graph, which ``_RandomStateMode`` replaces. ``LocalRandomState`` makes them."""
+"""Marks in a graph, which ``_RngStateDispatchMode`` replaces. ``LocalRNGState`` makes them."""
 
 
 def _raise_uncompiled_marker_error(*_: Any) -> None:
-    raise AssertionError("A graph with random state markers was not compiled with compile_with_random_state.")
+    raise AssertionError("A graph with random state markers was not compiled with compile_with_rng_state.")
 
 
 for _mark in (ENTER, LEAVE, SWAP):
@@ -55,50 +55,50 @@ for _mark in (ENTER, LEAVE, SWAP):
 
 def get_joint_rng_state(device: torch.device) -> Tensor:
     """Return the states of torch's random generators, joined into one tensor."""
-    states = [generator.get_state() for generator in get_random_generators(device)]
+    states = [generator.get_state() for generator in get_torch_generators(device)]
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def set_joint_rng_state(state: Tensor, device: torch.device) -> None:
+def set_joint_rng_state(rng_state: Tensor, device: torch.device) -> None:
     """Set torch's random generators to a state that ``get_joint_rng_state`` returned."""
-    generators = get_random_generators(device)
-    sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [state.numel()]
-    for generator, part in zip(generators, state.split(sizes), strict=True):
+    generators = get_torch_generators(device)
+    sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [rng_state.numel()]
+    for generator, part in zip(generators, rng_state.split(sizes), strict=True):
         generator.set_state(part)
 
 
 @contextmanager
-def _use_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
+def _use_rng_state(rng_state: Tensor, device: torch.device) -> Iterator[None]:
     before = get_joint_rng_state(device)
-    set_joint_rng_state(state, device)
+    set_joint_rng_state(rng_state, device)
     try:
         yield
     finally:
         set_joint_rng_state(before, device)
 
 
-def _derive_local_random_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
+def _derive_local_rng_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
     """Derive a separate random state for one rank from the state that all ranks share.
 
     Returns the rank's state, and the shared state after drawing the seed of the block.
     """
     where = torch.device(device)
-    with _use_random_state(state, where):
+    with _use_rng_state(state, where):
         seed = int(tolist_or_ones(torch.randint(2**62, (), device="cpu")))
         after = get_joint_rng_state(where)
-        for generator in get_random_generators(where):
+        for generator in get_torch_generators(where):
             generator.manual_seed(derive_local_seed(seed, rank))
         return get_joint_rng_state(where), after
 
 
-_LIBRARY.impl("draw_local_state", _derive_local_random_state, "CompositeExplicitAutograd")
+_LIBRARY.impl("draw_local_state", _derive_local_rng_state, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardformer::draw_local_state", lambda state, *_: (torch.empty_like(state), torch.empty_like(state)), lib=_LIBRARY
 )
 
 
 @cache
-def make_functional_random_operator(op: Any) -> Any:
+def make_functional_random_op(op: Any) -> Any:
     """Return a version of a random operator that takes the random state as an argument and returns the new state.
 
     The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
@@ -112,34 +112,34 @@ def make_functional_random_operator(op: Any) -> Any:
     schema = f"{name}(Tensor random_state, str random_device, {arguments}) -> ({kinds}, Tensor)"
     _LIBRARY.define(schema, tags=torch.Tag.cudagraph_unsafe)
 
-    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def call_on_copies(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         copied = [x.clone() if n in written else x for n, x in enumerate(args)]
         out = op(*copied, **kwargs)
         return out if isinstance(out, tuple) else (out,)
 
-    def run(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def run_with_rng_state(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         where = torch.device(random_device)
-        with _use_random_state(random_state, where):
-            return (*call(args, kwargs), get_joint_rng_state(where))
+        with _use_rng_state(random_state, where):
+            return (*call_on_copies(args, kwargs), get_joint_rng_state(where))
 
-    def shape(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return (*call(args, kwargs), torch.empty_like(random_state))
+    def fake_impl(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (*call_on_copies(args, kwargs), torch.empty_like(random_state))
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardformer::{name}", shape, lib=_LIBRARY)
+    _LIBRARY.impl(name, run_with_rng_state, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardformer::{name}", fake_impl, lib=_LIBRARY)
     return getattr(torch.ops.shardformer, name).default
 
 
-class _RandomStateMode(TorchDispatchMode):
+class _RngStateDispatchMode(TorchDispatchMode):
     """A dispatch mode that passes a random state through all random operators while a layer is traced.
 
     Args:
         state: the state of the generators before the layer.
     """
 
-    def __init__(self, state: Tensor, device: torch.device) -> None:
+    def __init__(self, rng_state: Tensor, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no annotations
-        self.state, self._device = state, str(device)
+        self.state, self._device = rng_state, str(device)
         self._outer: list[Tensor] = []
         self.draws = False
 
@@ -154,14 +154,14 @@ class _RandomStateMode(TorchDispatchMode):
         elif func is SWAP and self._outer:
             self.state, self._outer[-1] = self._outer[-1], self.state
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            return self._run_random_operator(func, args, kwargs)
+            return self._run_random_op(func, args, kwargs)
         elif func not in (LEAVE, SWAP):
             return func(*args, **kwargs)
         return None
 
-    def _run_random_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_random_op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.draws = True
-        *out, self.state = make_functional_random_operator(func)(self.state, self._device, *args, **kwargs)
+        *out, self.state = make_functional_random_op(func)(self.state, self._device, *args, **kwargs)
         arguments = schema_of(func).arguments
         for x, argument in zip(args, arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -169,35 +169,37 @@ class _RandomStateMode(TorchDispatchMode):
         return out[0] if len(out) == 1 else tuple(out)
 
 
-def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compiler, device: torch.device) -> Any:
+def compile_with_rng_state(
+    graph: Any, example_inputs: Sequence[Any], compile_fn: Compiler, device: torch.device
+) -> Any:
     """Compile a graph into a function that draws the same random numbers as the eager code."""
     draws = False
 
-    def run(*inputs_and_state: Any) -> tuple[Any, ...]:
+    def run_graph(*inputs_and_state: Any) -> tuple[Any, ...]:
         nonlocal draws
         *own, state = inputs_and_state
-        with _RandomStateMode(state, device) as mode:
+        with _RngStateDispatchMode(state, device) as mode:
             out = graph(*own)
         draws = draws or mode.draws
         return (*out, mode.state)
 
     state = get_joint_rng_state(device)
-    mode = detect_fake_mode(inputs)
+    mode = detect_fake_mode(example_inputs)
     if isinstance(mode, FakeTensorMode):
         state = mode.from_tensor(state, static_shapes=True)
-    compiled = compile(_add_random_state_to_graph(run, graph), [*inputs, state])
+    compiled = compile_fn(_build_graph_with_rng_state(run_graph, graph), [*example_inputs, state])
 
-    def call(*own: Any) -> Any:
-        *out, after = compiled(*own, get_joint_rng_state(device))
+    def call_compiled(*graph_inputs: Any) -> Any:
+        *out, after = compiled(*graph_inputs, get_joint_rng_state(device))
         if draws:
             set_joint_rng_state(after, device)
         return out
 
-    return call
+    return call_compiled
 
 
-def _add_random_state_to_graph(function: Callable[..., Any], graph: Any) -> fx.GraphModule:
-    """Build a graph that calls ``function``, with the random state as an additional input and output."""
+def _build_graph_with_rng_state(fn: Callable[..., Any], graph: Any) -> fx.GraphModule:
+    """Build a graph that calls ``fn``, with the random state as an additional input and output."""
     new = fx.Graph()
     values = []
     for node in graph.graph.nodes:
@@ -206,6 +208,6 @@ def _add_random_state_to_graph(function: Callable[..., Any], graph: Any) -> fx.G
             values[-1].meta = dict(node.meta)
         elif node.op == "output":
             count = len(node.args[0])
-    out = new.call_function(function, (*values, new.placeholder("random_state")))
+    out = new.call_function(fn, (*values, new.placeholder("random_state")))
     new.output(tuple(new.call_function(operator.getitem, (out, n)) for n in range(count + 1)))
     return fx.GraphModule(torch.nn.Module(), new)

@@ -13,9 +13,9 @@ from torch import nn
 from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
 from shardformer.layout.shard_spec import Split
 from shardformer.module_paths import (
-    find_submodule,
     get_attribute_by_path,
     get_parent_and_attribute_name,
+    get_submodule_or_none,
     get_submodule_or_raise,
     is_linear,
     join_path,
@@ -65,7 +65,7 @@ class ShardingPlan:
     token_free_modules: list[str] = field(default_factory=list)
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
-    def get_sharded_parameter_ids(self) -> dict[int, str]:
+    def get_sharded_param_names_by_id(self) -> dict[int, str]:
         """Return the names of all parameters that will be sharded, by the ``id`` of the parameter."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
@@ -76,21 +76,21 @@ class ShardingPlan:
     def restrict_to_local_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
         """Return a copy of the plan that covers only the modules of this pipeline stage."""
 
-        def is_here(path: str) -> bool:
-            return not placeholders.has_placeholders(self.model.get_submodule(path))
+        def is_on_local_stage(module_path: str) -> bool:
+            return not placeholders.has_placeholders(self.model.get_submodule(module_path))
 
-        def has_parameter(path: str) -> bool:
-            owner, name = get_parent_and_attribute_name(self.model, path)
+        def has_param_or_buffer(param_path: str) -> bool:
+            owner, name = get_parent_and_attribute_name(self.model, param_path)
             return name in {**owner._parameters, **owner._buffers}
 
         return replace(
             self,
-            replacements={path: sub for path, sub in self.replacements.items() if is_here(path)},
-            parameters={path: splits for path, splits in self.parameters.items() if has_parameter(path)},
-            blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
-            full_sequence_modules=[path for path in self.full_sequence_modules if is_here(path)],
-            token_free_modules=[path for path in self.token_free_modules if is_here(path)],
-            per_token_args=[(path, name) for path, name in self.per_token_args if is_here(path)],
+            replacements={path: sub for path, sub in self.replacements.items() if is_on_local_stage(path)},
+            parameters={path: splits for path, splits in self.parameters.items() if has_param_or_buffer(path)},
+            blocks=[(path, block) for path, block in self.blocks if is_on_local_stage(block.row)],
+            full_sequence_modules=[path for path in self.full_sequence_modules if is_on_local_stage(path)],
+            token_free_modules=[path for path in self.token_free_modules if is_on_local_stage(path)],
+            per_token_args=[(path, name) for path, name in self.per_token_args if is_on_local_stage(path)],
         )
 
     def get_fingerprint_lines(self) -> list[str]:
@@ -100,7 +100,7 @@ class ShardingPlan:
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            target = f"{get_display_name(sub.target_module)} {_format_value(kwargs)}"
+            target = f"{get_display_name(sub.target_module)} {_format_without_addresses(kwargs)}"
             out.append(f"{path}: {type(module).__name__} {shapes} -> {target}")
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # only the names of attributes: their values differ between ranks with different numbers of heads
@@ -109,18 +109,20 @@ class ShardingPlan:
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
-def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
+def make_sharding_plan(model: nn.Module, policy: Policy, *, apply_rules: bool = True) -> ShardingPlan:
     """Create the plan that shards a model according to the rules of a policy.
 
     Args:
-        applies_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
+        apply_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
 
     Raises:
         PolicyError: if a rule matches nothing, a submodule or attribute does not exist, two rules match one module,
             or no rule covers a large parameter.
     """
     plan = ShardingPlan(model, policy.stacks())
-    for path, module, description in _match_modules(model, get_checked_descriptions(policy) if applies_rules else {}):
+    for path, module, description in _iter_matching_modules(
+        model, get_checked_descriptions(policy) if apply_rules else {}
+    ):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
         _add_sharded_parameters(plan, path, module, description.parameters or {})
@@ -131,46 +133,46 @@ def make_sharding_plan(model: nn.Module, policy: Policy, *, applies_rules: bool 
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
                 get_submodule_or_raise(model, needed, hint="")
-    if not applies_rules:
+    if not apply_rules:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
-        plan.full_sequence_modules.extend(_find_full_sequence_modules(plan))
-        plan.token_free_modules.extend(_iterate_hinted_module_paths(plan, lambda needs: needs.token_free_modules))
-        plan.per_token_args.extend(_find_per_token_args(plan))
+        plan.full_sequence_modules.extend(_iter_full_sequence_modules(plan))
+        plan.token_free_modules.extend(_iter_sequence_hint_paths(plan, lambda needs: needs.token_free_modules))
+        plan.per_token_args.extend(_iter_per_token_args(plan))
     _check_tied_weights(plan)
     matched = {
-        *plan.get_sharded_parameter_ids(),
+        *plan.get_sharded_param_names_by_id(),
         *(id(get_attribute_by_path(plan.model, name)) for name in plan.parameters),
     }
     check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
 
-def _find_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
-    around = dict.fromkeys(_iterate_hinted_module_paths(plan, lambda needs: needs.gather_with_blocks))
+def _iter_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
+    around = dict.fromkeys(_iter_sequence_hint_paths(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
-    for path in _iterate_hinted_module_paths(plan, lambda needs: needs.gather_modules):
+    for path in _iter_sequence_hint_paths(plan, lambda needs: needs.gather_modules):
         if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
             yield path
 
 
-def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+def _iter_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for module, _, name in (hint.rpartition(".") for hint in stack.sequence.per_token_args):
-                if find_submodule(layer, module) is not None:
+                if get_submodule_or_none(layer, module) is not None:
                     yield join_path(stack.layers, index, module), name
 
 
-def _iterate_hinted_module_paths(
-    plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
+def _iter_sequence_hint_paths(
+    plan: ShardingPlan, select_hint: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
     """Yield the full paths of modules that the policy lists for special handling under sequence parallelism."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            for name in select_names(stack.sequence):
-                if find_submodule(layer, name) is not None:
+            for name in select_hint(stack.sequence):
+                if get_submodule_or_none(layer, name) is not None:
                     yield join_path(stack.layers, index, name)
 
 
@@ -178,7 +180,7 @@ def _add_replacement(
     plan: ShardingPlan, module_path: str, module: nn.Module, replacement: SubModuleReplacementDescription
 ) -> None:
     path = join_path(module_path, replacement.suffix)
-    if replacement.ignore_if_not_exist and find_submodule(module, replacement.suffix) is None:
+    if replacement.ignore_if_not_exist and get_submodule_or_none(module, replacement.suffix) is None:
         return
     get_submodule_or_raise(
         module, replacement.suffix, module_path, " Set ignore_if_not_exist=True if some models do not have it"
@@ -208,7 +210,7 @@ def _add_replacement(
             replacement.kwargs or {},
         ):
             first, second = (
-                f"{get_display_name(rule.target_module)} (kwargs={_format_value(rule.kwargs or {})})"
+                f"{get_display_name(rule.target_module)} (kwargs={_format_without_addresses(rule.kwargs or {})})"
                 for rule in (known, replacement)
             )
             raise PolicyError(
@@ -223,7 +225,7 @@ def _add_sharded_parameters(
 ) -> None:
     for inner, splits in parameters.items():
         owner_path, _, name = inner.rpartition(".")
-        owner, path = find_submodule(module, owner_path), join_path(module_path, inner)
+        owner, path = get_submodule_or_none(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             near = suggest_similar_names(name if owner else owner_path, known or [n for n, _ in module.named_modules()])
@@ -259,7 +261,7 @@ def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: B
 
 
 def _add_attribute_changes(
-    plan: ShardingPlan, module_path: str, module: nn.Module, description: ModulePolicyDescription, tensor_size: int
+    plan: ShardingPlan, module_path: str, module: nn.Module, description: ModulePolicyDescription, tp_size: int
 ) -> None:
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
@@ -276,7 +278,7 @@ def _add_attribute_changes(
         even_submodules = [
             suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
         ]
-        _check_count_divisible(name, getattr(owner, attribute), value, tensor_size, even_submodules)
+        _check_attribute_divisible(name, getattr(owner, attribute), value, tp_size, even_submodules)
         plan.attributes[join_path(module_path, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
@@ -290,25 +292,25 @@ def _add_attribute_changes(
     plan.functions.extend((module_path, function) for function in description.param_replacement or [])
 
 
-def _check_count_divisible(
-    name: str, old_value: Any, new_value: Any, tensor_size: int, even_submodules: Sequence[str]
+def _check_attribute_divisible(
+    attr_name: str, old_value: Any, new_value: Any, tp_size: int, even_submodules: Sequence[str]
 ) -> None:
     """Raise ConfigError if a count such as num_heads is not divisible by the tensor-parallel size."""
     if (
         type(old_value) is int
         and type(new_value) is int
-        and old_value % tensor_size
-        and new_value == old_value // tensor_size
+        and old_value % tp_size
+        and new_value == old_value // tp_size
         and even_submodules
     ):
         fits = ", ".join(str(n) for n in range(1, old_value + 1) if old_value % n == 0)
         raise ConfigError(
-            f"{name}={old_value} is not divisible by the tensor size {tensor_size}.",
+            f"{attr_name}={old_value} is not divisible by the tensor size {tp_size}.",
             remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads.",
         )
 
 
-def _match_modules(
+def _iter_matching_modules(
     model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescription]
 ) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
     modules = list(model.named_modules())
@@ -325,12 +327,17 @@ def _match_modules(
         yield from found
 
 
-def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
-    if isinstance(key, type):
-        return type(module) is key
-    if key == path or key in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"):
+def _is_match(module_key: ModuleKey, module_path: str, module: nn.Module) -> bool:
+    if isinstance(module_key, type):
+        return type(module) is module_key
+    if module_key == module_path or module_key in (
+        type(module).__name__,
+        f"{type(module).__module__}.{type(module).__qualname__}",
+    ):
         return True
-    return "*" in key and key.count(".") == path.count(".") and fnmatchcase(path, key)
+    return (
+        "*" in module_key and module_key.count(".") == module_path.count(".") and fnmatchcase(module_path, module_key)
+    )
 
 
 def _check_tied_weights(plan: ShardingPlan) -> None:
@@ -339,7 +346,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
     A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
     BERT's head owns the bias of its decoder but does not read it.
     """
-    sharded = plan.get_sharded_parameter_ids()
+    sharded = plan.get_sharded_param_names_by_id()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {
         (id(owner), name)
@@ -351,7 +358,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             if (
                 id(p) not in sharded
                 or (id(module), name) in named
-                or not (reads_all or _forward_reads_attribute(type(module), name))
+                or not (reads_all or _is_attribute_read_in_forward(type(module), name))
             ):
                 continue
             other = sharded[id(p)]
@@ -362,16 +369,16 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
             )
 
 
-def _forward_reads_attribute(module_class: type[nn.Module], name: str) -> bool:
-    """Return whether the ``forward`` method of a class, or any method it calls, reads the attribute ``name``."""
+def _is_attribute_read_in_forward(module_cls: type[nn.Module], attr_name: str) -> bool:
+    """Return whether the ``forward`` method of a class, or any method it calls, reads the attribute ``attr_name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()
-        code = getattr(inspect.unwrap(getattr(module_class, method, None) or len), "__code__", None)
+        code = getattr(inspect.unwrap(getattr(module_cls, method, None) or len), "__code__", None)
         if code is None or method in seen:
             continue
         seen.add(method)
-        if name in code.co_names:
+        if attr_name in code.co_names:
             return True
         waiting += code.co_names
     return False
@@ -381,12 +388,16 @@ def get_display_name(key: Any) -> str:
     return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
-def _format_value(value: Any) -> str:
+def _format_without_addresses(value: Any) -> str:
     """Format a value without object addresses, so that the text is identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_format_value(k)}: {_format_value(v)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_format_without_addresses(k)}: {_format_without_addresses(v)}" for k, v in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_format_value, value)) + "]"
+        return "[" + ", ".join(map(_format_without_addresses, value)) + "]"
     return get_display_name(value)

@@ -25,12 +25,12 @@ from shardformer.layout.packed_weights import is_4bit_linear
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import has_transposed_weight, is_linear
-from shardformer.random_state import LocalRandomState
+from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.linear_communication import (
+    ReducePartialOutputs,
     ReplicatedRegion,
     RowParallelMatmul,
-    SumPartialOutputs,
     TpRegion,
     compute_single_column_linear,
     defer_all_reduce,
@@ -40,9 +40,9 @@ from shardformer.tensor_parallel.linear_communication import (
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
     ParallelModule,
+    check_dim_is_shardable,
     check_plain_class,
-    check_shardable,
-    get_embedding_scale,
+    measure_embedding_scale,
     move_hooks,
     select_matmul_dtype,
 )
@@ -85,15 +85,15 @@ class _ParallelLinear(ParallelModule):
         self.register_shard("bias", full_bias, bias_spec, shared)
         self.train(native.training)
 
-    def _make_weight_and_bias_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_weight_and_bias_specs(self, weight_shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         """Return how the weight and the bias are sharded, given the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
-        return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
+        return ShardSpec(weight_shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
 
     def _make_even_split(self) -> Split:
         size: int = getattr(self, self._sharded_features)
-        check_shardable(self._sharded_features, size, self.axis)
+        check_dim_is_shardable(self._sharded_features, size, self.axis)
         return Split.even(size, self.axis.size)
 
     @classmethod
@@ -168,9 +168,9 @@ class Linear1D_Col(_ParallelLinear):
         """Bias to add in the matmul, or None if the bias is added later."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Multiply the full input x by this rank's shard of the weight. Communicates nothing."""
-        return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
+    def multiply(self, hidden_states: Tensor) -> Tensor:
+        """Multiply the full input by this rank's shard of the weight. Communicates nothing."""
+        return linear_matmul(hidden_states, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
         if self.is_inside_adapter:
@@ -183,25 +183,25 @@ class Linear1D_Col(_ParallelLinear):
             y = compute_single_column_linear(self, x)
         return self.finalize_adapter_output(y)
 
-    def prepare_adapter_input(self, x: Tensor) -> Tensor:
+    def prepare_adapter_input(self, hidden_states: Tensor) -> Tensor:
         """Return the input for a PEFT adapter of this layer. Its gradient is summed over the ranks only once."""
         if self.block is not None:
-            return self.block.get_shared_input(x)
-        return x if self.axis.size == 1 else prepare_extra_block_input(x, self.axis)
+            return self.block.get_shared_input(hidden_states)
+        return hidden_states if self.axis.size == 1 else prepare_extra_block_input(hidden_states, self.axis)
 
-    def finalize_adapter_output(self, y: Tensor) -> Any:
-        """Complete the output of this layer, given this rank's output features y."""
+    def finalize_adapter_output(self, output: Tensor) -> Any:
+        """Complete the output of this layer, given this rank's output features."""
         if self.finish is not None:
-            y = self.finish(y, self.bias)
+            output = self.finish(output, self.bias)
         if self.expand is not None:
             width, indices = self.expand
-            y = y.unflatten(-1, (-1, width))[..., list(indices), :].flatten(-2)
+            output = output.unflatten(-1, (-1, width))[..., list(indices), :].flatten(-2)
         bias: Tensor | None = self.bias
         if self.gather_output:
-            y = gather_from_region(y, self.axis, -1, self.split, "gather")
+            output = gather_from_region(output, self.axis, -1, self.split, "gather")
             if self.skip_bias_add and bias is not None:
                 bias = gather_from_region(bias, self.axis, 0, self.split, "gather")
-        return (y, bias) if self.skip_bias_add else y
+        return (output, bias) if self.skip_bias_add else output
 
 
 class FusedLinear1D_Col(Linear1D_Col):
@@ -273,24 +273,24 @@ class Linear1D_Row(_ParallelLinear):
         weight: Tensor = self.weight
         if (dtype := select_matmul_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        return self._reduce_and_close_block(lambda region: self._multiply_and_reduce(x, weight, region))
+        return self._reduce_and_close_block(lambda region: self._reduce_product_or_defer(x, weight, region))
 
-    def prepare_adapter_input(self, x: Tensor) -> Tensor:
+    def prepare_adapter_input(self, hidden_states: Tensor) -> Tensor:
         """Return the local input features for this layer and its PEFT adapters."""
-        x = resolve_deferred_tensors(x)
-        return x if self.parallel_input else self._select_local_features(x)
+        hidden_states = resolve_deferred_tensors(hidden_states)
+        return hidden_states if self.parallel_input else self._select_local_features(hidden_states)
 
-    def finalize_adapter_output(self, partial: Tensor) -> Any:
+    def finalize_adapter_output(self, partial_output: Tensor) -> Any:
         """Sum the partial outputs of all ranks, and return the output of this layer."""
-        return self._reduce_and_close_block(lambda region: self._reduce_partial_output(partial, region))
+        return self._reduce_and_close_block(lambda region: self._reduce_partial_output(partial_output, region))
 
-    def _reduce_and_close_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
+    def _reduce_and_close_block(self, reduce_fn: Callable[[TpRegion], Tensor]) -> Any:
         region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
         try:
-            y = reduce(region)
+            y = reduce_fn(region)
         finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
             if self.block is not None:
-                self.block.close(self.training)
+                self.block.exit_block(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
         bias = self._get_output_bias(y)
@@ -300,7 +300,7 @@ class Linear1D_Row(_ParallelLinear):
             return y, bias
         return y if bias is None else y + bias
 
-    def _get_output_bias(self, y: Tensor) -> Tensor | None:
+    def _get_output_bias(self, output: Tensor) -> Tensor | None:
         return self.bias
 
     def _reduce_partial_output(self, partial_output: Tensor, region: TpRegion) -> Tensor:
@@ -314,35 +314,41 @@ class Linear1D_Row(_ParallelLinear):
         if self.partial_of_other is not None:
             partial_output, self.partial_of_other = partial_output + self.partial_of_other, None
         if torch.compiler.is_compiling():
-            return region.reduce(partial_output)
-        y: Tensor = SumPartialOutputs.apply(partial_output, region)
+            return region.reduce_output(partial_output)
+        y: Tensor = ReducePartialOutputs.apply(partial_output, region)
         return y
 
-    def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+    def _reduce_product_or_defer(self, hidden_states: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         """Sum x @ weight over the ranks, or return zeros if the layer in ``shared_exit`` will sum it."""
         if self.partial_of_other is not None:
-            return self._reduce_partial_output(linear_matmul(x, weight, None, self.transposed), region)
+            return self._reduce_partial_output(linear_matmul(hidden_states, weight, None, self.transposed), region)
         if self.shared_exit:
-            self.shared_exit[0].product_of_other = x, weight
-            return x.new_zeros((*region.get_local_leading_shape(x), self._get_output_width(region)))
+            self.shared_exit[0].product_of_other = hidden_states, weight
+            return hidden_states.new_zeros(
+                (*region.get_local_leading_shape(hidden_states), self._get_num_output_features(region))
+            )
         if self.product_of_other is not None:
             (other_x, other_weight), self.product_of_other = self.product_of_other, None
-            x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
-        return self._compute_reduced_product(x, weight, region)
+            hidden_states, weight = (
+                torch.cat((hidden_states, other_x), -1),
+                torch.cat((weight, other_weight), 0 if self.transposed else 1),
+            )
+        return self._row_parallel_matmul(hidden_states, weight, region)
 
-    def _get_output_width(self, region: TpRegion) -> int:
+    def _get_num_output_features(self, region: TpRegion) -> int:
         return self.out_features
 
-    def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+    def _row_parallel_matmul(self, hidden_states: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         if torch.compiler.is_compiling():
-            return region.reduce(linear_matmul(x, weight, None, self.transposed))
-        y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, region)
+            return region.reduce_output(linear_matmul(hidden_states, weight, None, self.transposed))
+        y: Tensor = RowParallelMatmul.apply(hidden_states, weight, self.transposed, region)
         return y
 
-    def _select_local_features(self, x: Tensor) -> Tensor:
+    def _select_local_features(self, hidden_states: Tensor) -> Tensor:
         if self.split == self._make_even_split().with_axis(self.axis.name):
-            return scatter_to_region(x, self.axis, -1, self.split)
-        return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
+            return scatter_to_region(hidden_states, self.axis, -1, self.split)
+        indices = self.split.indices(self.axis.rank).to(hidden_states.device)
+        return copy_to_tp_region(hidden_states, self.axis).index_select(-1, indices)
 
 
 class VocabParallelLMHead1D(Linear1D_Col):
@@ -352,9 +358,9 @@ class VocabParallelLMHead1D(Linear1D_Col):
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
     """
 
-    def finalize_adapter_output(self, y: Tensor) -> Any:
+    def finalize_adapter_output(self, output: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
-        return wrap_local_logits(super().finalize_adapter_output(y), self.axis, bounds)
+        return wrap_local_logits(super().finalize_adapter_output(output), self.axis, bounds)
 
 
 # B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)
@@ -384,7 +390,7 @@ class _ParallelEmbedding(ParallelModule):
         weight = native.weight
         assert isinstance(weight, Tensor)
         size = weight.shape[self._dim]
-        check_shardable("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
+        check_dim_is_shardable("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
         self.split = (split or Split.even(size, self.axis.size)).with_axis(self.axis.name)
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
@@ -404,7 +410,7 @@ class _ParallelEmbedding(ParallelModule):
                 f"{cls.__name__} can only replace an nn.Embedding, but got a {type(module).__name__}.",
                 remedy="In the policy, name the nn.Embedding itself, not the module that contains it.",
             )
-        factor = get_embedding_scale(module)
+        factor = measure_embedding_scale(module)
         if factor is None or factor == 1:
             check_plain_class(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -418,8 +424,8 @@ class _ParallelEmbedding(ParallelModule):
         move_hooks(new, module)  # the output is the full tensor (enable_input_require_grads)
         return new
 
-    def _scale_vectors(self, vectors: Tensor) -> Tensor:
-        return vectors if self.factor == 1 else vectors * self.factor
+    def _scale_embeddings(self, embeddings: Tensor) -> Tensor:
+        return embeddings if self.factor == 1 else embeddings * self.factor
 
     def extra_repr(self) -> str:
         local = "x".join(str(n) for n in self.weight.shape)
@@ -439,28 +445,28 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
     sums_later = False
     """Whether to delay the sum, because ``ActivationSharding.shard_stack_input`` may reduce-scatter it."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        self._check_token_ids(ids)
+    def forward(self, token_ids: Tensor) -> Tensor:
+        self._check_token_ids(token_ids)
         if self.axis.size == 1:
-            return self._scale_vectors(F.embedding(ids, self.weight, self.padding_idx))
+            return self._scale_embeddings(F.embedding(token_ids, self.weight, self.padding_idx))
         start, end = self.split.parts[self.axis.rank][0]
-        is_local = (ids >= start) & (ids < end)
+        is_local = (token_ids >= start) & (token_ids < end)
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
-        vectors = F.embedding(torch.where(is_local, ids - start, 0), self.weight, local_padding)
-        partial = self._scale_vectors(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
+        vectors = F.embedding(torch.where(is_local, token_ids - start, 0), self.weight, local_padding)
+        partial = self._scale_embeddings(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
         # a hook on the output must see the sum
         if self.sums_later and not self._forward_hooks and not self._backward_hooks:
             return defer_all_reduce(partial, self.axis)
         return reduce_from_tp_region(partial, self.axis)
 
-    def _check_token_ids(self, ids: Tensor) -> None:
-        if ids.device.type != "cpu" or not has_data(ids):
-            assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
+    def _check_token_ids(self, token_ids: Tensor) -> None:
+        if token_ids.device.type != "cpu" or not has_data(token_ids):
+            assert_async(((token_ids >= 0) & (token_ids < self.num_embeddings)).all())
             return
-        if ids.numel() == 0:
+        if token_ids.numel() == 0:
             return
-        low, high = ids.aminmax()
+        low, high = token_ids.aminmax()
         if low < 0 or high >= self.num_embeddings:
             invalid = int(low if low < 0 else high)
             raise InputError(
@@ -484,8 +490,8 @@ class Embedding1D(_ParallelEmbedding):
         super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
         self.gather_output = gather_output
 
-    def forward(self, ids: Tensor) -> Tensor:
-        vectors = self._scale_vectors(F.embedding(ids, self.weight, self.padding_idx))
+    def forward(self, indices: Tensor) -> Tensor:
+        vectors = self._scale_embeddings(F.embedding(indices, self.weight, self.padding_idx))
         if not self.gather_output:
             return vectors
         return gather_from_region(vectors, self.axis, -1, self.split, "gather")
@@ -551,16 +557,16 @@ class ShardedNorm(ParallelModule):
         normed: Tensor = self._normalize(local.flatten(-2)).unflatten(-1, (-1, width))
         return normed[..., list(heads), :].flatten(-2)
 
-    def _normalize(self, x: Tensor) -> Tensor:
+    def _normalize(self, hidden_states: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         if self.kind != "layer":
-            return rms_norm(self.kind, x, weight, self.eps, self._compute_mean_over_ranks)
-        x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
+            return rms_norm(self.kind, hidden_states, weight, self.eps, self._compute_mean_over_ranks)
+        x32 = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.to(torch.float32)
         y = rms_norm("torch", x32 - self._compute_mean_over_ranks(x32), weight, self.eps, self._compute_mean_over_ranks)
-        return (y if bias is None else y + bias).to(x.dtype)
+        return (y if bias is None else y + bias).to(hidden_states.dtype)
 
     def _compute_mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean of x over the features of all ranks. Backward: one all-reduce."""
+        """Return the mean of ``hidden_states`` over the features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
@@ -574,21 +580,21 @@ class DropoutForParallelInput(nn.Module):
     def __init__(self, p: float = 0.5, inplace: bool = False, process_group: GroupLike = None) -> None:
         super().__init__()
         self.p, self.inplace = p, inplace
-        self._random = LocalRandomState(Axis.of(process_group).rank)
+        self._random = LocalRNGState(Axis.of(process_group).rank)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        native = _check_plain_dropout(cls, module, kwargs)
+        native = _require_plain_dropout(cls, module, kwargs)
         return cls(native.p, native.inplace, process_group).train(native.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        self._random.enter_local_state(x)
+        self._random.enter_local_rng_state(x)
         try:
             return F.dropout(x, self.p, True, self.inplace)
         finally:
-            self._random.leave_local_state()
+            self._random.exit_local_rng_state()
 
 
 class DropoutForReplicatedInput(nn.Dropout):
@@ -596,15 +602,16 @@ class DropoutForReplicatedInput(nn.Dropout):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        native = _check_plain_dropout(cls, module, kwargs)
+        native = _require_plain_dropout(cls, module, kwargs)
         return cls(native.p, native.inplace).train(native.training)
 
 
-def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, Any]) -> nn.Dropout:
-    if not isinstance(module, nn.Dropout) or options:
-        arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
+def _require_plain_dropout(parallel_cls: type[nn.Module], module: nn.Module, kwargs: dict[str, Any]) -> nn.Dropout:
+    if not isinstance(module, nn.Dropout) or kwargs:
+        arguments = f" with {', '.join(f'{k}={v!r}' for k, v in kwargs.items())}" if kwargs else ""
         raise ConfigError(
-            f"{cls.__name__} can only replace nn.Dropout, without kwargs, but got {type(module).__name__}{arguments}.",
+            f"{parallel_cls.__name__} can only replace nn.Dropout, without kwargs, but got "
+            f"{type(module).__name__}{arguments}.",
             remedy="In the policy, name the nn.Dropout itself, and remove the kwargs.",
         )
     return module

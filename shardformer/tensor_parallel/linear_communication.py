@@ -46,31 +46,33 @@ from shardformer.comm.collectives import (
     start_reduce_scatter,
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
-from shardformer.comm.recorder import do_not_record_wait, get_num_bytes, record_collective_start
+from shardformer.comm.recorder import get_num_bytes, record_collective_start, skip_wait_recording
 from shardformer.errors import PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import Dim
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
-from shardformer.random_state import LocalRandomState
+from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.parallel_module import has_wider_dtype, select_matmul_dtype
 from shardformer.torch_compat import get_autograd_function_class
 
 
 def all_gather_matmul(
-    x_BsH: Tensor, axis: Axis, full_length: int, process_chunk: Callable[[Tensor, int, int], None]
+    local_hidden_states: Tensor, axis: Axis, sequence_length: int, process_chunk_fn: Callable[[Tensor, int, int], None]
 ) -> Tensor:
     """All-gather a tensor along dim 1 in ring steps, and process each chunk while the next one arrives.
 
-    Calls ``process_chunk(chunk, start, end)`` for each chunk. Returns the gathered tensor (B, full_length, H).
-    Communicates one all-gather of this tensor, in R-1 steps that overlap with ``process_chunk``.
+    Calls ``process_chunk_fn(chunk, start, end)`` for each chunk. Returns the gathered tensor (B, ``sequence_length``,
+    H). Communicates one all-gather of this tensor, in R-1 steps that overlap with ``process_chunk_fn``.
     """
-    bounds = get_even_bounds(full_length, axis.size)
-    joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
+    bounds = get_even_bounds(sequence_length, axis.size)
+    joined = local_hidden_states.new_empty(
+        (local_hidden_states.shape[0], sequence_length, *local_hidden_states.shape[2:])
+    )
     record_end = record_collective_start("all_gather", axis, get_num_bytes(joined), "block")
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    current = x_BsH.contiguous()
+    current = local_hidden_states.contiguous()
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
         start, end = bounds[source], bounds[source + 1]
@@ -78,12 +80,16 @@ def all_gather_matmul(
         arriving = current
         if step < axis.size - 1:
             following = (source - 1) % axis.size
-            shape = (x_BsH.shape[0], bounds[following + 1] - bounds[following], *x_BsH.shape[2:])
-            arriving = x_BsH.new_empty(shape)
+            shape = (
+                local_hidden_states.shape[0],
+                bounds[following + 1] - bounds[following],
+                *local_hidden_states.shape[2:],
+            )
+            arriving = local_hidden_states.new_empty(shape)
             works = axis.transport.exchange({next_rank: current}, {previous_rank: arriving})
         joined[:, start:end] = current
         if end > start:
-            process_chunk(current, start, end)
+            process_chunk_fn(current, start, end)
         for work in works:
             work.wait()
         current = arriving
@@ -91,24 +97,24 @@ def all_gather_matmul(
     return joined
 
 
-def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axis, full_length: int) -> Tensor:
+def matmul_reduce_scatter(compute_chunk_fn: Callable[[int, int], Tensor], axis: Axis, sequence_length: int) -> Tensor:
     """Compute a tensor in chunks along dim 1, and reduce-scatter each chunk while the next one is computed.
 
-    ``compute_chunk(start, end)`` computes the summand of this rank for one chunk. Returns the chunk of this rank,
+    ``compute_chunk_fn(start, end)`` computes the summand of this rank for one chunk. Returns the chunk of this rank,
     summed over the ranks. Communicates one reduce-scatter of the full tensor, in R-1 steps.
     """
-    bounds = get_even_bounds(full_length, axis.size)
+    bounds = get_even_bounds(sequence_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
-    record_end = do_not_record_wait
+    record_end = skip_wait_recording
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
         owner = (axis.rank - 1 - step) % axis.size
-        summand = compute_chunk(bounds[owner], bounds[owner + 1])
+        summand = compute_chunk_fn(bounds[owner], bounds[owner + 1])
         if step == 0:
             per_index = get_num_bytes(summand) // max(summand.shape[1], 1)
-            record_end = record_collective_start("reduce_scatter", axis, per_index * full_length, "block")
+            record_end = record_collective_start("reduce_scatter", axis, per_index * sequence_length, "block")
         for work in works:
             work.wait()
         if arriving is not None:
@@ -138,36 +144,36 @@ class ReplicatedRegion:
 
     axis: Axis
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the full input of a tensor-parallel block, given this rank's activations x."""
-        entered = copy_to_tp_region(x, self.axis)
-        return x.view_as(x) if entered is x else entered
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        """Return the full input of a tensor-parallel block, given this rank's activations."""
+        entered = copy_to_tp_region(hidden_states, self.axis)
+        return hidden_states.view_as(hidden_states) if entered is hidden_states else entered
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
+        self, hidden_states: Tensor, matmul_fn: Multiply, gathered_input: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather x unless ``gathered_x`` is passed, and return the full x and ``multiply(x)``."""
-        return x, multiply(x)
+        """All-gather the input unless ``gathered_input`` is passed. Return the full input and ``matmul_fn`` of it."""
+        return hidden_states, matmul_fn(hidden_states)
 
-    def get_full_block_input(self, x: Tensor) -> Tensor:
-        """Return the full input of a block under torch.compile, given this rank's activations x."""
-        return copy_to_tp_region(x, self.axis)
+    def get_full_block_input(self, hidden_states: Tensor) -> Tensor:
+        """Return the full input of a block under torch.compile, given this rank's activations."""
+        return copy_to_tp_region(hidden_states, self.axis)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Sum the output x of a block over the ranks under torch.compile, and return this rank's activations."""
-        return reduce_from_tp_region(x, self.axis)
+    def reduce_output(self, partial_output: Tensor) -> Tensor:
+        """Sum the output of a block over the ranks under torch.compile, and return this rank's activations."""
+        return reduce_from_tp_region(partial_output, self.axis)
 
-    def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Start an all-reduce or a reduce-scatter that sums x over the ranks."""
-        return start_all_reduce(x, self.axis)
+    def start_output_reduction(self, partial_output: Tensor) -> PendingCollective:
+        """Start an all-reduce or a reduce-scatter that sums ``partial_output`` over the ranks."""
+        return start_all_reduce(partial_output, self.axis)
 
-    def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Multiply x by a weight, sum the product over the ranks, and return this rank's activations."""
-        return self.start_reduce(multiply(x)[0]).wait()
+    def matmul_then_reduce(self, hidden_states: Tensor, matmul_fn: Multiply) -> Tensor:
+        """Multiply by a weight, sum the product over the ranks, and return this rank's activations."""
+        return self.start_output_reduction(matmul_fn(hidden_states)[0]).wait()
 
-    def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of the full activations x, without the hidden dim."""
-        return tuple(x.shape[:-1])
+    def get_local_leading_shape(self, hidden_states: Tensor) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of the full activations, without the hidden dim."""
+        return tuple(hidden_states.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -175,46 +181,50 @@ class SequenceShardedRegion:
     """Collectives at the input and the output of a tensor-parallel block whose input is sequence-sharded."""
 
     axis: Axis
-    full: int  # the length of the full sequence
+    sequence_length: int  # the length of the full sequence
     overlap: bool = False  # run all-gathers and reduce-scatters in ring steps that overlap with the adjacent matmuls
 
-    def enter(self, x: Tensor) -> Tensor:
-        shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
-        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.full)
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        shape = (*hidden_states.shape[:SEQUENCE], self.sequence_length, *hidden_states.shape[SEQUENCE + 1 :])
+        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.sequence_length)
         scatter = partial(reduce_scatter, axis=self.axis, dim=SEQUENCE)
-        return DeferredTensor.from_local(x, shape, self.axis, None, gather, scatter)
+        return DeferredTensor.from_local(hidden_states, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
+        self, hidden_states: Tensor, matmul_fn: Multiply, gathered_input: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        if gathered_x is not None or not self.overlap:
-            joined = all_gather(x, self.axis, SEQUENCE, self.full) if gathered_x is None else gathered_x
-            return joined, multiply(joined)
+        if gathered_input is not None or not self.overlap:
+            joined = (
+                all_gather(hidden_states, self.axis, SEQUENCE, self.sequence_length)
+                if gathered_input is None
+                else gathered_input
+            )
+            return joined, matmul_fn(joined)
         products: dict[int, list[Tensor]] = {}
 
-        def multiply_chunk(chunk: Tensor, start: int, end: int) -> None:
-            products[start] = multiply(chunk)
+        def matmul_chunk(chunk: Tensor, start: int, end: int) -> None:
+            products[start] = matmul_fn(chunk)
 
-        joined = all_gather_matmul(x, self.axis, self.full, multiply_chunk)
+        joined = all_gather_matmul(hidden_states, self.axis, self.sequence_length, matmul_chunk)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
-    def get_full_block_input(self, x: Tensor) -> Tensor:
-        return gather_from_sp_region(x, self.axis, SEQUENCE, self.full)
+    def get_full_block_input(self, hidden_states: Tensor) -> Tensor:
+        return gather_from_sp_region(hidden_states, self.axis, SEQUENCE, self.sequence_length)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        return reduce_scatter_to_sp_region(x, self.axis, SEQUENCE)
+    def reduce_output(self, partial_output: Tensor) -> Tensor:
+        return reduce_scatter_to_sp_region(partial_output, self.axis, SEQUENCE)
 
-    def start_reduce(self, x: Tensor) -> PendingCollective:
-        return start_reduce_scatter(x, self.axis, SEQUENCE)
+    def start_output_reduction(self, partial_output: Tensor) -> PendingCollective:
+        return start_reduce_scatter(partial_output, self.axis, SEQUENCE)
 
-    def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
+    def matmul_then_reduce(self, hidden_states: Tensor, matmul_fn: Multiply) -> Tensor:
         if not self.overlap:
-            return self.start_reduce(multiply(x)[0]).wait()
-        return matmul_reduce_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
+            return self.start_output_reduction(matmul_fn(hidden_states)[0]).wait()
+        return matmul_reduce_scatter(lambda a, b: matmul_fn(hidden_states[:, a:b])[0], self.axis, self.sequence_length)
 
-    def get_local_leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        return (*x.shape[:SEQUENCE], get_even_split_length(self.full, self.axis))
+    def get_local_leading_shape(self, hidden_states: Tensor) -> tuple[int, ...]:
+        return (*hidden_states.shape[:SEQUENCE], get_even_shard_length(self.sequence_length, self.axis))
 
 
 TpRegion = ReplicatedRegion | SequenceShardedRegion
@@ -222,40 +232,40 @@ REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, D
 """Activation dim that a stack of layers shards over the tensor axis -> region of its blocks."""
 
 
-def prepare_extra_block_input(x: Tensor, axis: Axis) -> Tensor:
-    """Prepare x as an additional input of tensor-parallel blocks, such as the encoder output for cross-attention.
+def prepare_extra_block_input(hidden_states: Tensor, axis: Axis) -> Tensor:
+    """Prepare an additional input of tensor-parallel blocks, such as the encoder output for cross-attention.
 
-    x is a replicated tensor, or the output of another stack of layers. Backward: one all-reduce of the gradient of x,
-    or one reduce-scatter of the gradient of a stack's output.
+    ``hidden_states`` is a replicated tensor, or the output of another stack of layers. Backward: one all-reduce of the
+    gradient of ``hidden_states``, or one reduce-scatter of the gradient of a stack's output.
 
-    Raises PolicyError if x, or the tensor that it is a view of, already entered a block.
+    Raises PolicyError if ``hidden_states``, or the tensor that it is a view of, already entered a block.
     """
-    if isinstance(x, DeferredTensor):
-        if x.is_pending and x.region is not None and x.axis is axis:
-            entered: Tensor = x.region.enter(x.local)
+    if isinstance(hidden_states, DeferredTensor):
+        if hidden_states.is_pending and hidden_states.region is not None and hidden_states.axis is axis:
+            entered: Tensor = hidden_states.region.enter(hidden_states.local)
             return entered
-        x = x.full_tensor()
-    node: Any = None if torch.compiler.is_compiling() else x.grad_fn
+        hidden_states = hidden_states.full_tensor()
+    node: Any = None if torch.compiler.is_compiling() else hidden_states.grad_fn
     while node is not None:
         if get_autograd_function_class(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(x.shape)} is an input of the tensor-parallel blocks twice.",
+                f"A tensor of shape {tuple(hidden_states.shape)} is an input of the tensor-parallel blocks twice.",
                 remedy="Name this tensor only once in the policy: in `cross_states` of the LayerStack, or in `inputs` "
                 "of the attention modules.",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
-    return copy_to_tp_region(x, axis)
+    return copy_to_tp_region(hidden_states, axis)
 
 
-def defer_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """Delay the all-reduce of x until it is needed, so that a reduce-scatter can replace it."""
+def defer_all_reduce(tensor: Tensor, axis: Axis) -> DeferredTensor:
+    """Delay the all-reduce of ``tensor`` until it is needed, so that a reduce-scatter can replace it."""
     return DeferredTensor.from_local(
-        x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad
+        tensor, tuple(tensor.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad
     )
 
 
-def get_even_split_length(full_length: int, axis: Axis) -> int:
+def get_even_shard_length(full_length: int, axis: Axis) -> int:
     """Return the length of this rank's shard if ``full_length`` elements are split evenly over the ranks."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
@@ -263,7 +273,7 @@ def get_even_split_length(full_length: int, axis: Axis) -> int:
 # B batch, S sequence, H hidden, F features of one linear layer; lower case: local shard (f = F / tensor)
 
 
-class ColumnParallel(Protocol):
+class ColumnParallelLinear(Protocol):
     """Interface of the column-parallel linear layers that a ``TensorParallelBlock`` calls."""
 
     axis: Axis
@@ -275,69 +285,80 @@ class ColumnParallel(Protocol):
     def bias(self) -> Tensor | None: ...
     @property
     def fused_bias(self) -> Tensor | None: ...
-    def multiply(self, x: Tensor) -> Tensor: ...
+    def multiply(self, hidden_states: Tensor) -> Tensor: ...
 
 
-def cast_projection_operands(
-    x: Tensor, columns: Sequence[ColumnParallel], gathered_x: Tensor | None
+def cast_matmul_operands(
+    hidden_states: Tensor, column_linears: Sequence[ColumnParallelLinear], gathered_input: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Cast x, ``gathered_x`` and the parameters of the column-parallel layers to the dtype of the matmul."""
-    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := select_matmul_dtype(x, columns[0].weight)) is not None:
-        x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
+    """Cast the inputs and the parameters of the column-parallel layers to the dtype of the matmul."""
+    weights: list[Tensor | None] = [p for c in column_linears for p in (c.weight, c.fused_bias)]
+    if (dtype := select_matmul_dtype(hidden_states, column_linears[0].weight)) is not None:
+        hidden_states, gathered_input = (
+            hidden_states.to(dtype),
+            gathered_input if gathered_input is None else gathered_input.to(dtype),
+        )
         weights = [None if w is None else w.to(dtype) for w in weights]
-    return x, gathered_x, weights
+    return hidden_states, gathered_input, weights
 
 
 def compute_column_linears(
-    x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
+    hidden_states: Tensor,
+    region: TpRegion,
+    column_linears: Sequence[ColumnParallelLinear],
+    gathered_input: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute all column-parallel linear layers of a block. Return the detached full input and the outputs (B, S, f).
 
-    x is cast before the communication under autocast and for 16-bit weights. Communicates as the entry of the region.
-    The backward pass overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is the
-    full tensor of x, if it is already gathered.
+    ``hidden_states`` is cast before the communication under autocast and for 16-bit weights. Communicates as the entry
+    of the region. The backward pass overlaps the communication of the input gradient with the weight gradients.
+    ``gathered_input`` is the full tensor of ``hidden_states``, if it is already gathered.
     """
-    x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
-    full_x, *outputs = _ColumnProjections.apply(x, gathered_x, region, [c.transposed for c in columns], *weights)
+    hidden_states, gathered_input, weights = cast_matmul_operands(hidden_states, column_linears, gathered_input)
+    full_x, *outputs = _ColumnParallelLinears.apply(
+        hidden_states, gathered_input, region, [c.transposed for c in column_linears], *weights
+    )
     return full_x, outputs
 
 
-def cache_gathered_input(x: DeferredTensor, full: Tensor) -> None:
-    if x.computed_value is None and full.dtype == x.dtype:
-        x.cache_full_tensor(full)
+def cache_gathered_input(deferred_input: DeferredTensor, full_input: Tensor) -> None:
+    if deferred_input.cached_full_tensor is None and full_input.dtype == deferred_input.dtype:
+        deferred_input.cache_full_tensor(full_input)
 
 
-def compute_single_column_linear(column: ColumnParallel, x: Tensor) -> Tensor:
+def compute_single_column_linear(column_linear: ColumnParallelLinear, hidden_states: Tensor) -> Tensor:
     """Compute a column-parallel linear layer that is not part of a tensor-parallel block.
 
-    Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack of layers.
+    Backward: one all-reduce of ``hidden_states``, or one reduce-scatter if ``hidden_states`` is the sharded output of a
+    stack of layers.
     """
-    if isinstance(x, DeferredTensor):
-        if x.is_pending and x.region is not None and x.axis is column.axis:
-            full_x, (y,) = compute_column_linears(x.local, x.region, [column], x.computed_value)
-            cache_gathered_input(x, full_x)
+    if isinstance(hidden_states, DeferredTensor):
+        if hidden_states.is_pending and hidden_states.region is not None and hidden_states.axis is column_linear.axis:
+            full_x, (y,) = compute_column_linears(
+                hidden_states.local, hidden_states.region, [column_linear], hidden_states.cached_full_tensor
+            )
+            cache_gathered_input(hidden_states, full_x)
             return y
-        x = x.full_tensor()
-    return compute_column_linears(x, ReplicatedRegion(column.axis), [column])[1][0]
+        hidden_states = hidden_states.full_tensor()
+    return compute_column_linears(hidden_states, ReplicatedRegion(column_linear.axis), [column_linear])[1][0]
 
 
-def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def linear_matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return x @ W^T + b for a weight W of shape (out, in), or x @ W + b for a transposed one of shape (in, out)."""
-    x = x.to(weight.dtype) if has_wider_dtype(x, weight) else x
+    inputs = inputs.to(weight.dtype) if has_wider_dtype(inputs, weight) else inputs
     if not transposed:
-        return F.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
+        return F.linear(inputs, weight, bias)
+    flat = inputs.reshape(-1, inputs.shape[-1])
     y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return y.view(*x.shape[:-1], weight.shape[1])
+    return y.view(*inputs.shape[:-1], weight.shape[1])
 
 
-def compute_weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
-    x2, g2 = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+def compute_weight_grad(inputs: Tensor, grad_output: Tensor, transposed: bool) -> Tensor:
+    x2, g2 = inputs.reshape(-1, inputs.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
     return x2.t() @ g2 if transposed else g2.t() @ x2
 
 
-class _ColumnProjections(Function):
+class _ColumnParallelLinears(Function):
     """Autograd function that gathers the input of a block and computes its column-parallel linear layers.
 
     Also returns the gathered input.
@@ -346,18 +367,18 @@ class _ColumnProjections(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        gathered_x: Tensor | None,
+        hidden_states: Tensor,
+        gathered_input: Tensor | None,
         region: TpRegion,
         transposed: list[bool],
-        *weights: Tensor | None,
+        *weights_and_biases: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        matrices, biases = cast("tuple[Tensor, ...]", weights[::2]), weights[1::2]
+        matrices, biases = cast("tuple[Tensor, ...]", weights_and_biases[::2]), weights_and_biases[1::2]
 
-        def multiply(chunk: Tensor) -> list[Tensor]:
+        def matmul_chunk(chunk: Tensor) -> list[Tensor]:
             return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
-        full_x, outputs = region.gather_then_matmul(x, multiply, gathered_x)
+        full_x, outputs = region.gather_then_matmul(hidden_states, matmul_chunk, gathered_input)
         ctx.region, ctx.transposed = region, transposed
         ctx.save_for_backward(full_x, *matrices)
         ctx.set_materialize_grads(False)
@@ -367,13 +388,13 @@ class _ColumnProjections(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         full_x, *weights = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = ctx.region.start_reduce(_compute_input_grad(full_x, weights, ctx.transposed, grads))
+            pending = ctx.region.start_reduce(_compute_input_grad(full_x, weights, ctx.transposed, grad_outputs))
         out: list[Tensor | None] = []
-        for i, grad in enumerate(grads):
+        for i, grad in enumerate(grad_outputs):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
             out.append(
                 compute_weight_grad(full_x, grad, ctx.transposed[i]) if needs_weight and grad is not None else None
@@ -382,22 +403,25 @@ class _ColumnProjections(Function):
         return (None if pending is None else pending.wait(), None, None, None, *out)
 
 
-def compute_bias_grad(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.reshape(-1, grad.shape[-1]).sum(0)
+def compute_bias_grad(grad_output: Tensor | None) -> Tensor | None:
+    return None if grad_output is None else grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
 
 
 def _compute_input_grad(
-    full_x: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
+    full_input: Tensor,
+    weights: Sequence[Tensor],
+    transposed_flags: Sequence[bool],
+    grad_outputs: Sequence[Tensor | None],
 ) -> Tensor:
     """Return the gradient of the block input, which is the sum over all column-parallel linear layers."""
     total = None
-    for weight, t, grad in zip(weights, transposed, grads, strict=True):
+    for weight, t, grad in zip(weights, transposed_flags, grad_outputs, strict=True):
         if grad is None:
             continue
         flat = grad.reshape(-1, grad.shape[-1])
         matrix = weight.t() if t else weight
         total = flat @ matrix if total is None else total.addmm_(flat, matrix)
-    return torch.zeros_like(full_x) if total is None else total.view(full_x.shape)
+    return torch.zeros_like(full_input) if total is None else total.view(full_input.shape)
 
 
 class RowParallelMatmul(Function):
@@ -410,63 +434,63 @@ class RowParallelMatmul(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: TpRegion) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, transposed: bool, region: TpRegion) -> Tensor:
+        ctx.save_for_backward(hidden_states, weight)
         ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
-        return region.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
+        return region.matmul_then_reduce(hidden_states, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
 
-        def multiply(chunk: Tensor) -> list[Tensor]:
-            return [linear_matmul(chunk, weight, None, not ctx.transposed)] if needs_x else []
+        def matmul_grad_chunk(grad_chunk: Tensor) -> list[Tensor]:
+            return [linear_matmul(grad_chunk, weight, None, not ctx.transposed)] if needs_x else []
 
         gathered_x, ctx.gathered = ctx.gathered, None
-        full, x_grad = ctx.region.gather_then_matmul(grad, multiply, gathered_x)
+        full, x_grad = ctx.region.gather_then_matmul(grad_output, matmul_grad_chunk, gathered_x)
         if needs_x and not needs_weight:
             ctx.gathered = full
         w_grad = compute_weight_grad(x, full, ctx.transposed) if needs_weight else None
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
-class SumPartialOutputs(Function):
+class ReducePartialOutputs(Function):
     """Autograd function that sums the partial outputs of a tensor-parallel block over the ranks."""
 
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TpRegion) -> Tensor:
+    def forward(ctx: Any, partial_output: Tensor, region: TpRegion) -> Tensor:
         ctx.region = region
-        return region.start_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
+        return region.start_output_reduction(partial_output.clone(memory_format=torch.contiguous_format)).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.gather_then_matmul(grad, lambda _: [])[0], None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.gather_then_matmul(grad_output, lambda _: [])[0], None
 
 
 class _ApplyWithCustomBackward(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
-        ctx.backward_of = backward
-        return forward(x)
+    def forward(ctx: Any, tensor: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
+        ctx.backward_of = backward_fn
+        return forward_fn(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_of(grad), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(grad_output), None, None
 
 
-def apply_with_custom_backward(x: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
-    """Return ``forward_fn(x)``, and use ``backward_fn(grad)`` as the gradient of x."""
-    out: Tensor = _ApplyWithCustomBackward.apply(x, forward_fn, backward_fn)
+def apply_with_custom_backward(tensor: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
+    """Return ``forward_fn(tensor)``, and use ``backward_fn(grad)`` as the gradient of ``tensor``."""
+    out: Tensor = _ApplyWithCustomBackward.apply(tensor, forward_fn, backward_fn)
     return out
 
 
-def register_random_state_sync(axis: Axis, module: nn.Module) -> None:
+def register_random_state_sync_hooks(axis: Axis, module: nn.Module) -> None:
     """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
     With sequence parallelism, stochastic depth between blocks needs this, because it drops full samples. A number drawn
@@ -474,12 +498,14 @@ def register_random_state_sync(axis: Axis, module: nn.Module) -> None:
 
     Communicates: in training one broadcast of one number per call.
     """
-    random = LocalRandomState(axis.rank, partial(broadcast, axis=axis))
+    random = LocalRNGState(axis.rank, partial(broadcast, axis=axis))
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        random.enter_local_state(args[0], module.training)
+    def sync_random_state_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        random.enter_local_rng_state(args[0], module.training)
 
-    def leave(*_: Any) -> None:
-        random.leave_local_state()
+    def restore_random_state_hook(*_: Any) -> None:
+        random.exit_local_rng_state()
 
-    register_forward_hooks(module, HookOrder.RANDOM_STATE, enter, leave, always_call=True)
+    register_forward_hooks(
+        module, HookOrder.RANDOM_STATE, sync_random_state_pre_hook, restore_random_state_hook, always_call=True
+    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.layout.shard_export_guard import mark_state_dict_shards
+from shardformer.layout.shard_export_guard import guard_state_dict_shards
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
@@ -32,58 +32,58 @@ _SAVED_PARAMETERS = "_shardformer_narrow"
 """Attribute that stores the 16-bit parameters of such a norm during its forward pass."""
 
 
-def select_matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+def select_matmul_dtype(inputs: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype to which the operands of a matmul must be cast, or None if no cast is needed."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return weight.dtype if has_wider_dtype(x, weight) else None
+    if torch.is_autocast_enabled(inputs.device.type):
+        return torch.get_autocast_dtype(inputs.device.type)
+    return weight.dtype if has_wider_dtype(inputs, weight) else None
 
 
-def has_wider_dtype(x: Any, weight: Tensor) -> bool:
-    """Return whether x has a wider floating-point dtype than the 16-bit ``weight``. False under autocast."""
-    if not isinstance(x, Tensor) or x.dtype == weight.dtype:
+def has_wider_dtype(tensor: Any, weight: Tensor) -> bool:
+    """Return whether ``tensor`` has a wider floating-point dtype than the 16-bit ``weight``. False under autocast."""
+    if not isinstance(tensor, Tensor) or tensor.dtype == weight.dtype:
         return False
-    floats = x.is_floating_point() and weight.is_floating_point()
-    return floats and weight.itemsize == 2 < x.itemsize and not torch.is_autocast_enabled(weight.device.type)
+    floats = tensor.is_floating_point() and weight.is_floating_point()
+    return floats and weight.itemsize == 2 < tensor.itemsize and not torch.is_autocast_enabled(weight.device.type)
 
 
-def accept_fp32_inputs(model: nn.Module) -> None:
+def enable_fp32_inputs(model: nn.Module) -> None:
     """Make ``torch.nn`` layers with 16-bit parameters accept fp32 inputs and track fp32 statistics.
 
     Modules with a custom `forward` are not changed, nor are layers such as ``nn.RMSNorm`` that accept fp32 inputs.
     """
     for module in model.modules():
         is_native = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.modules.")
-        if not is_native or isinstance(module, nn.RMSNorm) or _get_float_parameter(module) is None:
+        if not is_native or isinstance(module, nn.RMSNorm) or _get_first_float_param(module) is None:
             continue
         if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
-            if _widen_parameters not in module._forward_pre_hooks.values():
-                before, after = _widen_parameters, _restore_parameters
+            if _upcast_params_pre_hook not in module._forward_pre_hooks.values():
+                before, after = _upcast_params_pre_hook, _restore_params_hook
                 register_forward_hooks(module, HookOrder.CASTS, before, after, always_call=True)
-        elif _cast_wide_inputs not in module._forward_pre_hooks.values():
-            register_forward_hooks(module, HookOrder.CASTS, _cast_wide_inputs, with_kwargs=True)
+        elif _cast_inputs_pre_hook not in module._forward_pre_hooks.values():
+            register_forward_hooks(module, HookOrder.CASTS, _cast_inputs_pre_hook, with_kwargs=True)
 
 
-def _get_float_parameter(module: nn.Module) -> Tensor | None:
+def _get_first_float_param(module: nn.Module) -> Tensor | None:
     """Return the first floating-point parameter of a module, or its placeholder on other pipeline stages."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
 
-def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    weight = _get_float_parameter(module)
+def _cast_inputs_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weight = _get_first_float_param(module)
     inputs = [*args, *kwargs.values()]
     if weight is None or not any(has_wider_dtype(x, weight) for x in inputs):
         return None
     narrow = weight.dtype
 
-    def cast(x: Any) -> Any:
-        return x.to(narrow) if has_wider_dtype(x, weight) else x
+    def cast_to_weight_dtype(arg: Any) -> Any:
+        return arg.to(narrow) if has_wider_dtype(arg, weight) else arg
 
-    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+    return tuple(map(cast_to_weight_dtype, args)), {name: cast_to_weight_dtype(x) for name, x in kwargs.items()}
 
 
-def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _upcast_params_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Cast the weight and bias of a norm to the dtype of its running statistics during one forward pass."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and has_wider_dtype(statistics, p)}
@@ -92,7 +92,7 @@ def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
     module._parameters.update(wide)
 
 
-def _restore_parameters(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _restore_params_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     module._parameters.update(module.__dict__.pop(_SAVED_PARAMETERS, {}))
 
 
@@ -149,34 +149,34 @@ class ParallelModule(nn.Module, ABC):
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
-            mark_state_dict_shards(self, [name])
+            guard_state_dict_shards(self, [name])
 
 
 def _get_or_create_shard(
-    full_param: Tensor, spec: ShardSpec, coords: Coords, shard_by_param_id: dict[int, nn.Parameter] | None
+    full_param: Tensor, shard_spec: ShardSpec, coords: Coords, shard_by_param_id: dict[int, nn.Parameter] | None
 ) -> nn.Parameter:
     shard_by_param_id = {} if shard_by_param_id is None else shard_by_param_id
     if id(full_param) not in shard_by_param_id:
         shard_by_param_id[id(full_param)] = nn.Parameter(
-            spec.slice_full_tensor(full_param, coords), requires_grad=full_param.requires_grad
+            shard_spec.slice_full_tensor(full_param, coords), requires_grad=full_param.requires_grad
         )
     return shard_by_param_id[id(full_param)]
 
 
-def move_hooks(new: nn.Module, native: nn.Module) -> None:
-    """Move the hooks of the module ``native`` to ``new``, and run them after the existing hooks of ``new``.
+def move_hooks(target_module: nn.Module, source_module: nn.Module) -> None:
+    """Move the hooks of ``source_module`` to ``target_module``, and run them after the hooks of ``target_module``.
 
     The handles of the hooks keep working. A later check rejects hooks that would see a shard, not the full tensor.
     """
-    for table, hooks in vars(native).items():
+    for table, hooks in vars(source_module).items():
         if table.startswith(("_forward_", "_backward_")) and "hooks" in table and hooks:
-            for key, own in getattr(new, table).items():
+            for key, own in getattr(target_module, table).items():
                 hooks[key] = own
                 hooks.move_to_end(key, last=False)
-            setattr(new, table, hooks)
+            setattr(target_module, table, hooks)
 
 
-def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
+def check_plain_class(module: nn.Module, *module_classes: type[nn.Module]) -> None:
     """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
@@ -185,8 +185,8 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
     name = f"{type(module).__module__}.{type(module).__name__}"
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
-    elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
-        found = None if _computes_plain_product(module) else "a custom `forward`"
+    elif type(module).forward not in [kind.forward for kind in module_classes] or "forward" in vars(module):
+        found = None if _matches_standard_forward(module) else "a custom `forward`"
     if found is not None:
         raise ConfigError(
             f"{name} has {found}, so a parallel layer cannot replace it.",
@@ -200,17 +200,17 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 @without_fake_tensors()
-def _computes_plain_product(module: nn.Module) -> bool:
+def _matches_standard_forward(module: nn.Module) -> bool:
     """Return whether a custom `forward` gives the same results as the standard one, on test values.
 
     Examples are FalconLinear and Conv1D. The weights may be on the meta device, so the forward pass runs on a copy with
     test weights of the same shapes.
     """
     if isinstance(module, nn.Embedding):
-        return get_embedding_scale(module) == 1
+        return measure_embedding_scale(module) == 1
     probe = copy.copy(module)
     probe._parameters = {
-        name: None if p is None else nn.Parameter(_make_test_values(p)) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(_make_test_tensor_like(p)) for name, p in module._parameters.items()
     }
     weight: Any = probe.weight
     matrix = weight.t() if type(probe).__name__ == "Conv1D" else weight
@@ -228,7 +228,7 @@ def _computes_plain_product(module: nn.Module) -> bool:
 
 
 @without_fake_tensors()
-def get_embedding_scale(embedding: nn.Embedding) -> float | None:
+def measure_embedding_scale(embedding: nn.Embedding) -> float | None:
     """Return the factor by which an embedding scales its vectors, or None if it changes them in another way.
 
     The factor is measured on copies of the embedding with two features, because the weights may be on the meta device.
@@ -244,17 +244,19 @@ def get_embedding_scale(embedding: nn.Embedding) -> float | None:
     }
     ids = torch.arange(len(weight))
 
-    def output(table: Tensor, ids: Tensor) -> Tensor:
+    def run_embedding(table: Tensor, ids: Tensor) -> Tensor:
         probe._parameters = {"weight": nn.Parameter(table)}
         out: Tensor = probe(ids)
         return out
 
     try:
         with torch.no_grad():
-            table = _make_test_values(weight)
-            out, plain = output(table, ids), F.embedding(ids, table)
+            table = _make_test_tensor_like(weight)
+            out, plain = run_embedding(table, ids), F.embedding(ids, table)
             dtypes = (weight.dtype, torch.float64)
-            factors = [output(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes]
+            factors = [
+                run_embedding(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes
+            ]
             errors = {factor: ((out - plain * factor).abs() / (plain * factor).abs()).max() for factor in factors}
             best = min(factors, key=lambda factor: errors[factor])
             return best if out.shape == plain.shape and errors[best] <= torch.finfo(weight.dtype).eps else None
@@ -262,7 +264,7 @@ def get_embedding_scale(embedding: nn.Embedding) -> float | None:
         return None
 
 
-def _make_test_values(reference: Tensor) -> Tensor:
+def _make_test_tensor_like(reference: Tensor) -> Tensor:
     """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``reference``.
 
     The tensor is a view of a small vector.
@@ -272,19 +274,19 @@ def _make_test_values(reference: Tensor) -> Tensor:
     return torch.sin(torch.arange(1, num + 1) * 0.7).to(reference.dtype).as_strided(reference.shape, strides)
 
 
-def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
+def check_dim_is_shardable(dim_name: str, dim_size: int, axis: Axis) -> None:
     """Raise ConfigError if a dim is too small to give every rank at least one element."""
-    if size < axis.size:
+    if dim_size < axis.size:
         raise ConfigError(
-            f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",
-            remedy=f"Use a tensor size of at most {size}, or do not shard this layer.",
+            f"{dim_name}={dim_size} cannot be sharded over {axis.size} ranks.",
+            remedy=f"Use a tensor size of at most {dim_size}, or do not shard this layer.",
         )
 
 
 def shard_parameter(
     module: nn.Module,
-    name: str,
-    splits: Mapping[int, Split],
+    param_name: str,
+    split_by_dim: Mapping[int, Split],
     axis: Axis,
     shard_by_param_id: dict[int, nn.Parameter] | None = None,
 ) -> Tensor:
@@ -294,19 +296,19 @@ def shard_parameter(
     nothing.
 
     Args:
-        splits: sharded dim -> its split.
+        split_by_dim: sharded dim -> its split.
         shard_by_param_id: id of a full parameter -> its shard, so that tied parameters stay tied.
 
     Raises:
         ConfigError: if a split does not have the length of its dim.
     """
-    full: Tensor = getattr(module, name)
-    spec = ShardSpec(full.shape, {dim: split.with_axis(axis.name) for dim, split in splits.items()})
+    full: Tensor = getattr(module, param_name)
+    spec = ShardSpec(full.shape, {dim: split.with_axis(axis.name) for dim, split in split_by_dim.items()})
     coords = {axis.name: axis.rank}
-    if name in module._buffers:
-        module._buffers[name] = spec.slice_full_tensor(full, coords)
+    if param_name in module._buffers:
+        module._buffers[param_name] = spec.slice_full_tensor(full, coords)
         return full
-    module.register_parameter(name, _get_or_create_shard(full, spec, coords, shard_by_param_id))
-    module.__dict__.setdefault("shard_specs", {})[name] = spec
+    module.register_parameter(param_name, _get_or_create_shard(full, spec, coords, shard_by_param_id))
+    module.__dict__.setdefault("shard_specs", {})[param_name] = spec
     module.__dict__["shard_axis"] = axis
     return full

@@ -26,7 +26,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import (
     FAST_CPU_KERNEL,
     PackedWeightsMixin,
-    add_mixins,
+    add_mixin_classes,
     find_packed_weights,
     store_weights_as_attributes,
 )
@@ -51,21 +51,21 @@ class QuantizedLinear(PackedWeightsMixin):
     packed local shard, which adapters of PEFT dequantize.
     """
 
-    def multiply(self: Any, x: Tensor) -> Tensor:
+    def multiply(self: Any, hidden_states: Tensor) -> Tensor:
         """Multiply the input by this rank's shard of the weight, and add the bias unless it is added later."""
         product = self.__dict__["product"]
         product.__dict__["weight"] = self.weight
         product._parameters["bias"] = getattr(self, "fused_bias", None)
         product.__dict__["training"] = self.training
-        y: Tensor = type(product).forward(product, x)
+        y: Tensor = type(product).forward(product, hidden_states)
         return y
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self: Any, hidden_states: Tensor) -> Any:
         if self.is_inside_adapter:
-            return self.multiply(x)
+            return self.multiply(hidden_states)
         if self.block is not None and hasattr(self, "fused_bias"):
-            return super().forward(x)  # type: ignore[misc]  # of a column-parallel linear in a block
-        return self.finalize_adapter_output(self.multiply(self.prepare_adapter_input(x)))
+            return super().forward(hidden_states)  # type: ignore[misc]  # of a column-parallel linear in a block
+        return self.finalize_adapter_output(self.multiply(self.prepare_adapter_input(hidden_states)))
 
 
 def make_meta_linear(quantized_linear: Any) -> nn.Linear:
@@ -120,13 +120,13 @@ def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: M
     """
     spec = parallel_linear.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
-    vars(parallel_linear)["product"] = _copy_without_weight(quantized_linear, *spec.get_local_shape(coords))
+    vars(parallel_linear)["product"] = _copy_linear_without_weight(quantized_linear, *spec.get_local_shape(coords))
     shard = slice_4bit_weight(quantized_linear.weight, dim, spec.get_local_slices(dim, coords))
-    store_weights_as_attributes(parallel_linear, {"weight": shard}, num_values=prod(spec.shape))
-    add_mixins(parallel_linear, QuantizedLinear)
+    store_weights_as_attributes(parallel_linear, {"weight": shard}, full_numel=prod(spec.shape))
+    add_mixin_classes(parallel_linear, QuantizedLinear)
 
 
-def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
+def _copy_linear_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
     """Copy a linear layer with new sizes, but without its parameters and hooks."""
     new = copy.copy(linear)
     vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
@@ -135,35 +135,38 @@ def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> An
     return new
 
 
-def make_4bit_placeholder(layer: Any) -> nn.Module:
+def make_unsharded_4bit_placeholder(parallel_linear: Any) -> nn.Module:
     """Return an unsharded bitsandbytes layer with the sizes of a parallel layer. Its weight is one expanded zero."""
     from bitsandbytes.nn import Params4bit
 
-    plain = _copy_without_weight(layer.product, layer.out_features, layer.in_features)
-    weight, num_bytes = layer.weight, -(-layer.out_features * layer.in_features // 2)
+    plain = _copy_linear_without_weight(
+        parallel_linear.product, parallel_linear.out_features, parallel_linear.in_features
+    )
+    weight, num_bytes = parallel_linear.weight, -(-parallel_linear.out_features * parallel_linear.in_features // 2)
     settings = {
         name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
     }
     empty = weight.data.as_subclass(Tensor).new_zeros(()).expand(num_bytes // weight.itemsize, 1)
     vars(plain)["weight"] = Params4bit(empty, quant_state=weight.quant_state, bnb_quantized=True, **settings)
-    if layer.bias is not None:
+    if parallel_linear.bias is not None:
         plain._parameters["bias"] = nn.Parameter(
-            layer.bias.detach().new_zeros(()).expand(layer.out_features), requires_grad=layer.bias.requires_grad
+            parallel_linear.bias.detach().new_zeros(()).expand(parallel_linear.out_features),
+            requires_grad=parallel_linear.bias.requires_grad,
         )
-    return plain.train(layer.training)  # type: ignore[no-any-return]
+    return plain.train(parallel_linear.training)  # type: ignore[no-any-return]
 
 
-def choose_quant_block_size(quant_state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
+def choose_quant_block_size(quant_state: Any, dim: int, local_slices: Sequence[Slice]) -> int | None:
     """Return the largest quantization block size at which no slice cuts a block, or None if there is none."""
     block = int(quant_state.blocksize)
     if quant_state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
-    while dim == 1 and block >= MIN_BLOCK and any(edge % block for pair in slices for edge in pair):
+    while dim == 1 and block >= MIN_BLOCK and any(edge % block for pair in local_slices for edge in pair):
         block //= 2
     return block if block >= MIN_BLOCK else None
 
 
-def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
+def slice_4bit_weight(weight: Any, dim: int, local_slices: Sequence[Slice]) -> Any:
     """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
 
     Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
@@ -173,10 +176,10 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     from bitsandbytes.nn import Params4bit
 
     state = weight.quant_state
-    block = choose_quant_block_size(state, dim, slices)
+    block = choose_quant_block_size(state, dim, local_slices)
     rows, width = state.shape
     if block is None:
-        columns = ", ".join(f"{a}-{b}" for a, b in slices)
+        columns = ", ".join(f"{a}-{b}" for a, b in local_slices)
         raise UnalignedSliceError(
             f"The 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
             f"{state.blocksize}"
@@ -189,10 +192,10 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
     units = (1, 1) if dim == 0 else (2, block)
     packed, scales = (
-        torch.cat([x.narrow(dim, a // unit, (b - a) // unit) for a, b in slices], dim)
+        torch.cat([x.narrow(dim, a // unit, (b - a) // unit) for a, b in local_slices], dim)
         for x, unit in zip((packed, scales), units, strict=True)
     )
-    length = sum(b - a for a, b in slices)
+    length = sum(b - a for a, b in local_slices)
     shape = (length, width) if dim == 0 else (rows, length)
     local = Params4bit(
         packed.contiguous().view(weight.dtype).reshape(-1, 1),
@@ -207,7 +210,7 @@ def slice_4bit_weight(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
         bnb_quantized=True,
     )
     full = dequantize_4bit(weight.data, state)
-    expected = torch.cat([full.narrow(dim, a, b - a) for a, b in slices], dim)
+    expected = torch.cat([full.narrow(dim, a, b - a) for a, b in local_slices], dim)
     if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
         raise ConfigError(
             "Cannot shard a 4-bit weight, because this release of bitsandbytes stores the values in an unknown order.",

@@ -24,14 +24,14 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
+from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import (
     REGIONS_BY_DIM,
     SEQUENCE,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
-    get_even_split_length,
+    get_even_shard_length,
     prepare_extra_block_input,
 )
 from shardformer.torch_compat import current_graph_task_id, tree_map
@@ -54,7 +54,9 @@ class ActivationSharding:
     length_name = "full"
     """Attribute with the number that differs between inputs."""
 
-    def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
+    def __init__(
+        self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, has_random_ops: bool = False
+    ) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
         shard = layout.get_stack_shard(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
@@ -69,7 +71,10 @@ class ActivationSharding:
         self.is_restored = False  # whether the length is known in the forward pass of a layer, which then is not traced
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
-        self._random, self._is_random = LocalRandomState(axis.rank, enabled=random and self._dim is not None), False
+        self._random, self._is_random = (
+            LocalRNGState(axis.rank, enabled=has_random_ops and self._dim is not None),
+            False,
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -81,114 +86,120 @@ class ActivationSharding:
         """Mesh axis over which the sequence is sharded, or None if it is not sharded."""
         return self.axis if self._dim is not None else None
 
-    def select_tp_region(self, x: Tensor) -> TpRegion:
-        """Return the collectives that a block with the input x needs at its input and output."""
+    def select_tp_region(self, hidden_states: Tensor) -> TpRegion:
+        """Return the collectives that a block with the input needs at its input and output."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
-        if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
-            self.restore_input_size_in_recompute(x)
+        if hidden_states.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
+            self.restore_input_size_in_recompute(hidden_states)
         if not self._is_open:
             return ReplicatedRegion(self.axis)
         return SequenceShardedRegion(self.axis, self.full, self.overlap)
 
     # --- entry and exit of the stack
 
-    def shard_stack_input(self, x_BSH: Tensor, training: bool) -> Tensor:
+    def shard_stack_input(self, hidden_states: Tensor, training: bool) -> Tensor:
         """Shard the input of the first layer: (B, S, H) -> (B, s, H). Backward: one all-gather of B*S*H.
 
         If x is the deferred sum of a vocabulary-parallel embedding: forward one reduce-scatter of B*S*H.
         """
-        self.samples, self.full = x_BSH.shape[0], x_BSH.shape[SEQUENCE]
+        self.samples, self.full = hidden_states.shape[0], hidden_states.shape[SEQUENCE]
         # A decoding step without gradients may be shorter than the axis. A checkpointed forward, which is recomputed,
         # has no gradients either, but runs in training mode.
         self._is_open = training or torch.is_grad_enabled() or self.full >= self.axis.size
         if not self._is_open:
-            return x_BSH
+            return hidden_states
         if self.full not in self._lengths:
             near = [n for n in self._lengths if abs(n - self.full) < self.axis.size]
             self._lengths.add(self.full)
             # on some rank, two sequences whose lengths differ this little have the same local length
             self._is_length_ambiguous = self._is_length_ambiguous or bool(near)
         self._is_random = training
-        self._random.enter_local_state(x_BSH, training)
-        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending:
-            region = x_BSH.region
-            if region is None and x_BSH.computed_value is None:
-                return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
-            if isinstance(region, SequenceShardedRegion) and region.axis is self.axis and region.full == self.full:
-                return x_BSH.local  # the output of the previous layer
-        return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._make_sequence_split())
+        self._random.enter_local_rng_state(hidden_states, training)
+        if isinstance(hidden_states, DeferredTensor) and hidden_states.is_pending:
+            region = hidden_states.region
+            if region is None and hidden_states.cached_full_tensor is None:
+                return reduce_scatter_to_sp_region(hidden_states.local, self.axis, SEQUENCE)
+            if (
+                isinstance(region, SequenceShardedRegion)
+                and region.axis is self.axis
+                and region.sequence_length == self.full
+            ):
+                return hidden_states.local  # the output of the previous layer
+        return scatter_to_region(hidden_states, self.axis, SEQUENCE, self._make_sequence_split())
 
-    def gather_stack_output(self, x_BsH: Tensor) -> Tensor:
+    def gather_stack_output(self, local_hidden_states: Tensor) -> Tensor:
         """Return the full output of the last layer as a tensor that is gathered when it is first used.
 
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
         """
         if not self.is_sharded:
-            return x_BsH
+            return local_hidden_states
         if self._is_random:
-            self._random.leave_local_state()
+            self._random.exit_local_rng_state()
         axis, full, split = self.axis, self.full, self._make_sequence_split()
-        shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
+        shape = (*local_hidden_states.shape[:SEQUENCE], full, *local_hidden_states.shape[SEQUENCE + 1 :])
         gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
         to_local = partial(get_local_slices, axis=axis, dim=SEQUENCE, split=split)
         region = SequenceShardedRegion(axis, full, self.overlap)
-        return DeferredTensor.from_local(x_BsH, shape, axis, region, gather, to_local)
+        return DeferredTensor.from_local(local_hidden_states, shape, axis, region, gather, to_local)
 
     def _make_sequence_split(self) -> Any:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).make_split(self.full, self.axis.size)
 
-    def register_hooks(self, first: nn.Module, last: nn.Module) -> None:
+    def register_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
         """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
-            register_forward_hooks(first, HookOrder.STACK, self._shard_input_hook, with_kwargs=True)
-            register_forward_hooks(last, HookOrder.STACK, after=self._gather_output_hook)
+            register_forward_hooks(first_module, HookOrder.STACK, self._shard_input_pre_hook, with_kwargs=True)
+            register_forward_hooks(last_module, HookOrder.STACK, forward_hook=self._gather_output_hook)
 
-    def _shard_input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_first_tensor(args, kwargs, lambda x: self.shard_stack_input(x, module.training))
+    def _shard_input_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_first_tensor_arg(args, kwargs, lambda x: self.shard_stack_input(x, module.training))
 
     def _gather_output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return map_first_output(output, self.gather_stack_output)
 
-    def restore_input_size_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def restore_input_size_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook that restores the full input size when activation checkpointing recomputes a module."""
-        self.restore_input_size_in_recompute(get_first_tensor(args, kwargs))
+        self.restore_input_size_in_recompute(get_first_tensor_arg(args, kwargs))
 
-    def shard_token_argument(self, x_BS: Tensor) -> Tensor:
+    def shard_token_argument(self, tensor: Tensor) -> Tensor:
         """Select this rank's token positions in a layer argument: (B, S, ...) -> (B, s, ...). Backward: one all-gather.
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
-        is_full = self.is_sharded and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
-        return scatter_to_region(x_BS, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else x_BS
+        is_full = self.is_sharded and tensor.dim() > 1 and tensor.shape[SEQUENCE] == self.full
+        return scatter_to_region(tensor, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else tensor
 
-    def gather_token_argument(self, x_Bs: Tensor) -> Tensor:
+    def gather_token_argument(self, tensor: Tensor) -> Tensor:
         """Gather all token positions of a module argument: (B, s, ...) -> (B, S, ...). Backward: the local slice."""
         is_local = (
-            self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == get_even_split_length(self.full, self.axis)
+            self.is_sharded
+            and tensor.dim() > 1
+            and tensor.shape[SEQUENCE] == get_even_shard_length(self.full, self.axis)
         )
-        return gather_from_region(x_Bs, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else x_Bs
+        return gather_from_region(tensor, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else tensor
 
-    def register_token_free_module_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_token_free_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherHook | None:
         """Register hooks for a module whose inputs have no token dimension. Every rank computes it in full."""
-        return None if self._dim is None else TokenFreeModuleHook(self, module, random)
+        return None if self._dim is None else TokenFreeModuleHook(self, module, has_random_ops)
 
-    def register_full_sequence_hooks(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_full_sequence_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherHook | None:
         """Register hooks that gather the full sequence for ``module`` and shard its output again.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside a block.
         """
-        return None if self._dim is None else GatherSequenceHook(self, module, random)
+        return None if self._dim is None else GatherSequenceHook(self, module, has_random_ops)
 
     def reset_after_error(self) -> None:
         """Restore the random state from before the first layer after an exception in the forward pass."""
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()
 
     # --- lengths
 
-    def restore_input_size_in_recompute(self, x_BsH: Tensor) -> None:
+    def restore_input_size_in_recompute(self, hidden_states: Tensor) -> None:
         """Restore the full sequence length when activation checkpointing recomputes a forward pass.
 
         All-reduces one integer if several sequence lengths have the same local length.
@@ -197,124 +208,136 @@ class ActivationSharding:
             return
         self._is_open = True
         if self._is_length_ambiguous:
-            length = torch.tensor(x_BsH.shape[SEQUENCE], device=x_BsH.device)
+            length = torch.tensor(hidden_states.shape[SEQUENCE], device=hidden_states.device)
             self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
             return
-        local = x_BsH.shape[SEQUENCE]
-        self.full = next((n for n in self._lengths if get_even_split_length(n, self.axis) == local), self.full)
+        local = hidden_states.shape[SEQUENCE]
+        self.full = next((n for n in self._lengths if get_even_shard_length(n, self.axis) == local), self.full)
 
-    def check_local_sequence_length(self, x_BsH: Tensor) -> None:
+    def check_local_sequence_length(self, local_hidden_states: Tensor) -> None:
         """Raise ConfigError if this rank's shard of the sequence has the wrong length, which can hang a collective."""
-        length = get_even_split_length(self.full, self.axis)
-        if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
+        length = get_even_shard_length(self.full, self.axis)
+        if local_hidden_states.dim() < 3 or local_hidden_states.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"The hidden states must have shape (batch, {length}, hidden), this rank's shard of a sequence of "
-                f"{self.full} tokens, but got {tuple(x_BsH.shape)}.",
+                f"{self.full} tokens, but got {tuple(local_hidden_states.shape)}.",
                 remedy="Disable sequence parallelism, or options that split it, such as chunk_size_feed_forward.",
             )
 
-    def view_as_local_tokens(self, x: Tensor) -> Tensor | None:
-        """View x as (B, s, ...), or return None if x does not have one row for each token of this rank."""
+    def view_as_local_tokens(self, tensor: Tensor) -> Tensor | None:
+        """View ``tensor`` as (B, s, ...), or return None if it does not have one row for each token of this rank."""
         if not self.is_sharded:
             return None
-        length = get_even_split_length(self.full, self.axis)
-        if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
-            return x
+        length = get_even_shard_length(self.full, self.axis)
+        if tensor.dim() > 1 and tuple(tensor.shape[:2]) == (self.samples, length):
+            return tensor
         rows = self.samples * length
-        return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
+        return (
+            tensor.view(self.samples, length, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == rows else None
+        )
 
-    def gather_tokens(self, x_Bs: Tensor) -> Tensor:
+    def all_gather_tokens(self, local_tokens: Tensor) -> Tensor:
         """All-gather the tokens of a tensor: (B, s, ...) -> (B, S, ...). Backward: one reduce-scatter."""
-        if x_Bs.is_floating_point():
-            return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
-        return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
+        if local_tokens.is_floating_point():
+            return gather_from_sp_region(local_tokens, self.axis, SEQUENCE, self.full)
+        return all_gather(local_tokens, self.axis, SEQUENCE, self.full)
 
-    def unflatten_tokens(self, x: Tensor) -> Tensor:
+    def unflatten_tokens(self, hidden_states: Tensor) -> Tensor:
         """View a flattened MLP input (B*s, H) as (B, s, H), and return any other tensor unchanged."""
-        length = get_even_split_length(self.full, self.axis)
-        samples = x.shape[0] // length if length else self.samples
-        return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
+        length = get_even_shard_length(self.full, self.axis)
+        samples = hidden_states.shape[0] // length if length else self.samples
+        return (
+            hidden_states.view(samples, length, hidden_states.shape[-1])
+            if hidden_states.dim() == 2 and hidden_states.shape[0] == samples * length
+            else hidden_states
+        )
 
 
 class GatherHook:
     """Base class of hooks for a module that needs more than this rank's shard of the activations."""
 
-    _random: LocalRandomState
+    _random: LocalRNGState
 
     def reset_after_error(self) -> None:
         """Restore the random state from before the module, for example after an exception in the forward pass."""
-        self._random.leave_local_state()
+        self._random.exit_local_rng_state()
 
 
 class GatherSequenceHook(GatherHook):
     """Hooks that gather the full sequence before a module, and shard its output again."""
 
-    def __init__(self, stream: ActivationSharding, module: nn.Module, random: bool) -> None:
-        self._stream = stream
-        self._random = LocalRandomState(stream.axis.rank, partial(broadcast, axis=stream.axis), enabled=random)
+    def __init__(self, activation_sharding: ActivationSharding, module: nn.Module, has_random_ops: bool) -> None:
+        self._stream = activation_sharding
+        self._random = LocalRNGState(
+            activation_sharding.axis.rank, partial(broadcast, axis=activation_sharding.axis), enabled=has_random_ops
+        )
         register_forward_hooks(
-            module, HookOrder.FULL_LENGTH, self._before_forward, self._after_forward, with_kwargs=True
+            module, HookOrder.FULL_LENGTH, self._forward_pre_hook, self._forward_hook, with_kwargs=True
         )
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream, x = self._stream, get_first_tensor(args, kwargs)
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stream, x = self._stream, get_first_tensor_arg(args, kwargs)
         stream.restore_input_size_in_recompute(x)
         if not stream.is_sharded:
             return None
         stream.check_local_sequence_length(x)
-        self._random.enter_local_state(x, module.training)
+        self._random.enter_local_rng_state(x, module.training)
         full = gather_from_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
         return map_first_output(output, self._select_local_positions)
 
-    def _select_local_positions(self, x: Tensor) -> Tensor:
+    def _select_local_positions(self, tensor: Tensor) -> Tensor:
         """Return this rank's token positions of a tensor (B, S, ...) or of flattened tokens (B*S, H)."""
         stream = self._stream
-        if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
-            return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
-        return scatter_to_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
+        if tensor.dim() == 2 and tensor.shape[0] == stream.samples * stream.full:
+            return self._select_local_positions(tensor.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
+        return scatter_to_region(tensor, stream.axis, SEQUENCE, stream._make_sequence_split())
 
 
 class TokenFreeModuleHook(GatherSequenceHook):
     """Hooks for a module whose inputs have no token dimension. They sum its output gradient over the ranks."""
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
-            self._random.enter_local_state(get_first_tensor(args, kwargs))
+            self._random.enter_local_rng_state(get_first_tensor_arg(args, kwargs))
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        def enter(x: Any) -> Any:
-            return prepare_extra_block_input(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def prepare_output(leaf: Any) -> Any:
+            return (
+                prepare_extra_block_input(leaf, self._stream.axis)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+                else leaf
+            )
 
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return tree_map(enter, output)
+        return tree_map(prepare_output, output)
 
 
-def map_first_tensor(
+def map_first_tensor_arg(
     args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply ``fn`` to the first tensor argument of a module, the hidden states."""
     if args and isinstance(args[0], Tensor):
         return (fn(args[0]), *args[1:]), kwargs
-    name = _get_first_tensor_name(kwargs)
+    name = _get_first_tensor_kwarg_name(kwargs)
     return args, {**kwargs, name: fn(kwargs[name])}
 
 
-def get_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def get_first_tensor_arg(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the first tensor argument of a module, the hidden states."""
-    first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_get_first_tensor_name(kwargs)]
+    first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_get_first_tensor_kwarg_name(kwargs)]
     return first
 
 
-def _get_first_tensor_name(kwargs: Mapping[str, Any]) -> str:
+def _get_first_tensor_kwarg_name(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
         raise InputError("A layer was called without a tensor.", remedy="Pass the hidden states to the layer.")

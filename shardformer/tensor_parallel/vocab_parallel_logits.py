@@ -51,7 +51,7 @@ def wrap_local_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[i
         vocab_bounds,
         axis.rank,
     )
-    return wrap_local_shard(local_logits, axis, tuple(vocab_bounds), local_logits.dim() - 1, local_logits.dtype)
+    return wrap_local_logits_shard(local_logits, axis, tuple(vocab_bounds), local_logits.dim() - 1, local_logits.dtype)
 
 
 class VocabParallelLogits(ShardedTensor):
@@ -71,9 +71,10 @@ class VocabParallelLogits(ShardedTensor):
     VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside torch.
 
     Implementation: a wrapper of the full shape around the local shard, which has the autograd history. The wrapper is
-    the output of ``_WrapShard``, so that code that autograd calls with the full logits also has correct gradients. A
-    view records the tensor that it was taken from (``_origin``). A write goes to the origin. All views of a tensor
-    share the count of writes (``_writes``); a view that has not seen the last write is replayed from its origin.
+    the output of ``_WrapLocalLogits``, so that code that autograd calls with the full logits also has correct
+    gradients. A view records the tensor that it was taken from (``_origin``). A write goes to the origin. All views of
+    a tensor share the count of writes (``_writes``); a view that has not seen the last write is replayed from its
+    origin.
     """
 
     TEXT = (
@@ -89,11 +90,16 @@ class VocabParallelLogits(ShardedTensor):
 
     @staticmethod
     def __new__(
-        cls: type[VocabParallelLogits], local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+        cls: type[VocabParallelLogits],
+        local_logits: Tensor,
+        axis: Axis,
+        vocab_bounds: tuple[int, ...],
+        vocab_dim: int,
+        dtype: torch.dtype,
     ) -> VocabParallelLogits:
-        self = cls._wrap(local, dim, bounds[-1], dtype)
+        self = cls._wrap_local_shard(local_logits, vocab_dim, vocab_bounds[-1], dtype)
         self._origin, self._writes, self._writes_seen = None, [0], 0
-        self.axis, self.bounds = axis, bounds
+        self.axis, self.bounds = axis, vocab_bounds
         return self
 
     @classmethod
@@ -125,7 +131,7 @@ class VocabParallelLogits(ShardedTensor):
         A deferred cast stays deferred, unless ``dtype`` is passed.
         """
         dim = self.shard_dim if dim is None else dim
-        return wrap_local_shard(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
+        return wrap_local_logits_shard(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
     def make_view(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
         out = self.with_local_shard(local, dim)
@@ -160,47 +166,47 @@ class VocabParallelLogits(ShardedTensor):
             self.raise_unsupported("An in-place function changes the shape or dtype of vocabulary-parallel logits")
         self._writes[0] += 1
         for each, written in zip(reversed(chain), fulls, strict=True):
-            _replace_logits(each, written)
+            _replace_logits_in_place(each, written)
         return self if result is full else result
 
     def _describe_shard(self) -> str:
         return f"vocabulary {self.bounds[self.axis.rank]}:{self.bounds[self.axis.rank + 1]} on {self.axis}"
 
 
-def wrap_local_shard(
-    local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+def wrap_local_logits_shard(
+    local_logits: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int, dtype: torch.dtype
 ) -> VocabParallelLogits:
-    """Create sharded logits from this rank's slice along ``dim``, and keep its autograd history."""
-    if local.requires_grad:
+    """Create sharded logits from this rank's slice along ``vocab_dim``, and keep its autograd history."""
+    if local_logits.requires_grad:
         if torch.is_grad_enabled():
-            out: VocabParallelLogits = _WrapShard.apply(local, axis, bounds, dim, dtype)
+            out: VocabParallelLogits = _WrapLocalLogits.apply(local_logits, axis, vocab_bounds, vocab_dim, dtype)
             return out
-        local = local.detach()
-    return VocabParallelLogits(local, axis, bounds, dim, dtype)
+        local_logits = local_logits.detach()
+    return VocabParallelLogits(local_logits, axis, vocab_bounds, vocab_dim, dtype)
 
 
-def get_local_shard(x: VocabParallelLogits) -> Tensor:
+def get_local_shard(logits: VocabParallelLogits) -> Tensor:
     """Return this rank's shard of the logits in its stored dtype, with its autograd history.
 
     Autograd may copy the wrapper without calling a function of torch (full backward hooks, reentrant checkpointing,
     the sink of DistributedDataParallel). The wrapper then has the history, and the local shard is derived from it.
     """
-    if x._writes_seen != x._writes[0] and x._origin is not None:
-        base, replay = x._origin
-        _replace_logits(x, replay(base.full_tensor()))
-    if not x.local.requires_grad and torch.is_grad_enabled():
+    if logits._writes_seen != logits._writes[0] and logits._origin is not None:
+        base, replay = logits._origin
+        _replace_logits_in_place(logits, replay(base.full_tensor()))
+    if not logits.local.requires_grad and torch.is_grad_enabled():
         with DisableTorchFunctionSubclass():
-            has_history = x.requires_grad
+            has_history = logits.requires_grad
         if has_history:
-            x.local = _UnwrapShard.apply(x)
-    return x.local
+            logits.local = _UnwrapLocalLogits.apply(logits)
+    return logits.local
 
 
-def _replace_logits(logits: VocabParallelLogits, full_logits: Tensor) -> None:
+def _replace_logits_in_place(logits: VocabParallelLogits, full_logits: Tensor) -> None:
     """Replace the values and the autograd history of ``logits`` by those of ``full_logits``."""
     local = get_local_slice_like(full_logits, logits)
     with DisableTorchFunctionSubclass():
-        _ReplaceValues.apply(logits, local)
+        _ReplaceLocalLogits.apply(logits, local)
     logits.local, logits._full, logits._writes_seen = local, full_logits, logits._writes[0]
 
 
@@ -209,55 +215,55 @@ def get_local_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Te
     return get_local_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
 
 
-def get_local_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], dim: int) -> Tensor:
-    """Return this rank's vocabulary slice of a full tensor along ``dim``."""
+def get_local_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int) -> Tensor:
+    """Return this rank's vocabulary slice of a full tensor along ``vocab_dim``."""
     if isinstance(full_tensor, VocabParallelLogits):
-        if full_tensor.shard_dim == dim:
+        if full_tensor.shard_dim == vocab_dim:
             return full_tensor.to_local()
         full_tensor = full_tensor.full_tensor()
-    return full_tensor.narrow(dim, vocab_bounds[axis.rank], vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank])
+    return full_tensor.narrow(vocab_dim, vocab_bounds[axis.rank], vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank])
 
 
-class _WrapShard(Function):
+class _WrapLocalLogits(Function):
     """Autograd function that wraps a local shard as full logits. Its backward pass slices the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+        ctx: Any, local_logits: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int, dtype: torch.dtype
     ) -> VocabParallelLogits:
-        ctx.place, ctx.dtype = (axis, bounds, dim), local.dtype
-        return VocabParallelLogits(local, axis, bounds, dim, dtype)
+        ctx.place, ctx.dtype = (axis, vocab_bounds, vocab_dim), local_logits.dtype
+        return VocabParallelLogits(local_logits, axis, vocab_bounds, vocab_dim, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return get_local_slice(grad, *ctx.place).to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return get_local_slice(grad_output, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
-class _UnwrapShard(Function):
+class _UnwrapLocalLogits(Function):
     """Autograd function that returns the local shard of full logits. Its backward pass wraps the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: VocabParallelLogits) -> Tensor:
-        ctx.place = (x.axis, x.bounds, x.shard_dim, x.full_dtype)
-        return x.local.detach()
+    def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
+        ctx.place = (logits.axis, logits.bounds, logits.shard_dim, logits.full_dtype)
+        return logits.local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> VocabParallelLogits:
-        return VocabParallelLogits(grad, *ctx.place)
+    def backward(ctx: Any, grad_output: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(grad_output, *ctx.place)
 
 
-class _ReplaceValues(Function):
+class _ReplaceLocalLogits(Function):
     """Autograd function that replaces the values of sharded logits by another local shard."""
 
     @staticmethod
-    def forward(ctx: Any, x: VocabParallelLogits, local: Tensor) -> VocabParallelLogits:
-        ctx.place, ctx.dtype = (x.axis, x.bounds, x.shard_dim), local.dtype
-        ctx.mark_dirty(x)
-        return x
+    def forward(ctx: Any, logits: VocabParallelLogits, local_logits: Tensor) -> VocabParallelLogits:
+        ctx.place, ctx.dtype = (logits.axis, logits.bounds, logits.shard_dim), local_logits.dtype
+        ctx.mark_dirty(logits)
+        return logits
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, get_local_slice(grad, *ctx.place).to(ctx.dtype)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:
+        return None, get_local_slice(grad_output, *ctx.place).to(ctx.dtype)
 
 
 def _detach_logits(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -314,18 +320,18 @@ def _compute_cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> A
     return loss.view(target.shape) if loss.dim() else loss
 
 
-def _register_gradient_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _register_grad_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Register a gradient hook on sharded logits. The hook receives the gradient as sharded logits."""
     x, hook = (*args, *kwargs.values())
     local = get_local_shard(x)
     # the hook must not refer to the logits: they own the graph, which would then never be freed
     layout = x.with_local_shard(local.new_empty([0] * local.dim()))
 
-    def call_hook_on_local_gradient(grad: Tensor) -> Tensor | None:
-        replaced = hook(layout.with_local_shard(grad, dtype=grad.dtype))
+    def call_hook_on_local_grad(local_grad: Tensor) -> Tensor | None:
+        replaced = hook(layout.with_local_shard(local_grad, dtype=local_grad.dtype))
         return None if replaced is None else get_local_slice_like(replaced, layout)
 
-    return local.register_hook(call_hook_on_local_gradient)
+    return local.register_hook(call_hook_on_local_grad)
 
 
 def _get_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -338,7 +344,7 @@ def _set_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     get_local_shard(x).grad = None if grad is None else get_local_slice_like(grad, x)
 
 
-def _run_tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.backward`` on this rank's shard of the logits and of their gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
@@ -348,7 +354,7 @@ def _run_tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any
     )
 
 
-def _run_autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.autograd.backward`` on the local shards of any logits that are sharded."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
@@ -357,16 +363,16 @@ def _run_autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> A
     return func(roots, **{**kwargs, "grad_tensors": gradients, "inputs": leaves})
 
 
-def _get_local_root_and_grad(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """Return this rank's shards of x and of its gradient, from which the backward pass starts."""
-    if not isinstance(x, VocabParallelLogits) or gradient is None:
-        return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
+def _get_local_root_and_grad(root: Tensor, root_grad: Any) -> tuple[Tensor, Any]:
+    """Return this rank's shards of ``root`` and of its gradient, from which the backward pass starts."""
+    if not isinstance(root, VocabParallelLogits) or root_grad is None:
+        return rules.to_full_tensors(root), rules.to_full_tensors(root_grad)
     with torch.enable_grad():  # a backward pass may call torch.autograd.backward
-        local = get_local_shard(x)
-    return local, get_local_slice_like(gradient, x).to(local.dtype)
+        local = get_local_shard(root)
+    return local, get_local_slice_like(root_grad, root).to(local.dtype)
 
 
-def _run_autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
     locals_ = [get_local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
@@ -391,16 +397,16 @@ _NAMES: Mapping[Rule, str] = {
     rules.apply_elementwise: rules.ELEMENTWISE,
     _compute_cross_entropy: "cross_entropy",
     rules.call_on_local_shard: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
-    _register_gradient_hook: "register_hook",
-    _run_tensor_backward: "backward",
+    _register_grad_hook: "register_hook",
+    _tensor_backward: "backward",
 }
 _TENSOR: Any = Tensor
 LOGITS_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES) | {
     _TENSOR.requires_grad.__set__: rules.call_on_local_shard,
     _TENSOR.grad.__get__: _get_logits_grad,
     _TENSOR.grad.__set__: _set_logits_grad,
-    torch.autograd.grad: _run_autograd_grad,
-    torch.autograd.backward: _run_autograd_backward,
+    torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _autograd_backward,
 }
 """Function of torch -> its implementation on sharded logits. All other functions gather the full logits."""
 VocabParallelLogits.RULES = LOGITS_RULES

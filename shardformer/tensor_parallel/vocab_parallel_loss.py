@@ -54,7 +54,7 @@ NUMBERS = {
 """Statistic -> the number per token that it needs, besides the maximum, the sum of exponentials and the label logit."""
 
 
-class _StatisticsOptions(NamedTuple):
+class _TokenStatisticsOptions(NamedTuple):
     axis: Axis
     bounds: tuple[int, ...]
     requested: frozenset[str]
@@ -65,7 +65,11 @@ class _StatisticsOptions(NamedTuple):
 
 
 def vocab_parallel_token_statistics(
-    logits_Tv: Tensor, labels_T: Tensor, axis: Axis, bounds: Sequence[int], requested: Sequence[str] = ()
+    logits_Tv: Tensor,
+    labels_T: Tensor,
+    axis: Axis,
+    vocab_bounds: Sequence[int],
+    requested_statistics: Sequence[str] = (),
 ) -> TokenStatistics:
     """Compute the log-probability of each label and other statistics of sharded logits. Identical on all ranks.
 
@@ -76,17 +80,18 @@ def vocab_parallel_token_statistics(
         logits_Tv: (T, v), the columns of this rank.
         labels_T: (T,) class indices in [0, V), identical on all ranks.
         axis: the axis over which the vocabulary is sharded.
-        bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
-        requested: names of the optional fields of ``TokenStatistics`` to compute.
+        vocab_bounds: R + 1 numbers; rank r has columns ``vocab_bounds[r]`` to ``vocab_bounds[r + 1]``, and
+            ``vocab_bounds[R]`` is V.
+        requested_statistics: names of the optional fields of ``TokenStatistics`` to compute.
     """
-    options = _StatisticsOptions(axis, tuple(bounds), frozenset(requested))
+    options = _TokenStatisticsOptions(axis, tuple(vocab_bounds), frozenset(requested_statistics))
     return TokenStatistics(*_ComputeTokenStatistics.apply(logits_Tv, labels_T.long(), options))
 
 
 class _ComputeTokenStatistics(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_Tv: Tensor, labels_T: Tensor, options: _StatisticsOptions
+        ctx: Any, logits_Tv: Tensor, labels_T: Tensor, options: _TokenStatisticsOptions
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         numbers, size = options.local_statistic_names, options.axis.size
@@ -95,7 +100,7 @@ class _ComputeTokenStatistics(Function):
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss").view(size, *local_KT.shape)
         ranks = dict(zip(numbers, gathered.unbind(1), strict=True))  # each (R, T)
         max_T = ranks["max"].amax(0)
-        shift_RT = clamp_negative_infinity(ranks["max"]) - max_T
+        shift_RT = clamp_neg_inf(ranks["max"]) - max_T
         scale_RT = shift_RT.exp()
         sum_T = (ranks["sum"] * scale_RT).sum(0)
         log_sum_T, label_logit_T = sum_T.log(), ranks["label"].amax(0)
@@ -119,7 +124,7 @@ class _ComputeTokenStatistics(Function):
         grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
         if grad_Tv.numel() == 0:
             return grad_Tv, None, None
-        for rows in iter_row_chunks(logits_Tv, max_T.dtype):
+        for rows in iter_token_chunks(logits_Tv, max_T.dtype):
             log_p_tv = (logits_Tv[rows] - max_T[rows, None]).sub_(sum_T[rows, None].log())
             p_tv = log_p_tv.exp()
             out_tv = torch.zeros_like(p_tv)
@@ -136,7 +141,7 @@ class _ComputeTokenStatistics(Function):
         return grad_Tv, None, None
 
 
-def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, statistic_names: Sequence[str]) -> Tensor:
+def _compute_local_statistics(logits_Tv: Tensor, local_labels_T: Tensor, statistic_names: Sequence[str]) -> Tensor:
     """Return the statistics ``statistic_names`` of each token's local logits, such as the maximum, as (K, T)."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
@@ -144,10 +149,10 @@ def _compute_local_statistics(logits_Tv: Tensor, label_T: Tensor, statistic_name
     for name in ("max", "label", "max_before_label"):
         if name in rows_of:
             rows_of[name].fill_(-torch.inf)
-    for rows in iter_row_chunks(logits_Tv, dtype) if width else ():
-        x_tv, label_t1 = logits_Tv[rows].to(dtype), label_T[rows, None]
+    for rows in iter_token_chunks(logits_Tv, dtype) if width else ():
+        x_tv, label_t1 = logits_Tv[rows].to(dtype), local_labels_T[rows, None]
         max_t = x_tv.amax(1)
-        shifted_tv = x_tv - clamp_negative_infinity(max_t)[:, None]
+        shifted_tv = x_tv - clamp_neg_inf(max_t)[:, None]
         exp_tv = shifted_tv.exp()
         column_t1 = label_t1.clamp(0, width - 1)
         label_logit_t1 = torch.where(column_t1 == label_t1, x_tv.gather(1, column_t1), -torch.inf)
@@ -186,7 +191,7 @@ def vocab_parallel_cross_entropy(
     logits_Tv: Tensor,
     targets_T: Tensor,
     axis: Axis,
-    bounds: Sequence[int],
+    vocab_bounds: Sequence[int],
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -205,7 +210,8 @@ def vocab_parallel_cross_entropy(
         logits_Tv: (T, v), the columns of this rank.
         targets_T: (T,) class indices in [0, V) or ``ignore_index``, identical on all ranks.
         axis: the axis over which the vocabulary is sharded.
-        bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
+        vocab_bounds: R + 1 numbers; rank r has columns ``vocab_bounds[r]`` to ``vocab_bounds[r + 1]``, and
+            ``vocab_bounds[R]`` is V.
         reduction: "mean" or "sum" over the labels that are not ignored, or "none".
         label_smoothing: the weight of the uniform distribution in the target.
         upcast: return an fp32 loss for 16-bit logits, as ``F.cross_entropy(logits.float(), ...)`` does.
@@ -224,10 +230,10 @@ def vocab_parallel_cross_entropy(
             f"label_smoothing must be between 0.0 and 1.0, but got {label_smoothing}.",
             remedy="Use 0.0 for no smoothing, or a value such as 0.1.",
         )
-    _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
+    _check_target_ids(logits_Tv, targets_T, vocab_bounds[-1], ignore_index)
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
-    options = _CrossEntropyOptions(axis, tuple(bounds), ignore_index, reduction, label_smoothing, dtype)
-    assert logits_Tv.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (logits_Tv.shape, bounds)
+    options = _CrossEntropyOptions(axis, tuple(vocab_bounds), ignore_index, reduction, label_smoothing, dtype)
+    assert logits_Tv.shape[-1] == vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank], (logits_Tv.shape, vocab_bounds)
     loss: Tensor = _CrossEntropy.apply(logits_Tv, targets_T.long(), options)
     return loss
 
@@ -239,9 +245,9 @@ class _CrossEntropy(Function):
         label_T1 = (targets_T - options.bounds[options.axis.rank])[:, None]
         column_T1 = label_T1.clamp(0, max(logits_Tv.shape[1] - 1, 0))
         is_local_T1 = column_T1 == label_T1
-        local_KT = _compute_local_softmax_statistics(logits_Tv, column_T1, is_local_T1, options)
+        local_KT = _compute_local_softmax_stats(logits_Tv, column_T1, is_local_T1, options)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss")
-        max_T, sum_T, loss_T = _combine_softmax_statistics(gathered.view(options.axis.size, *local_KT.shape), options)
+        max_T, sum_T, loss_T = _combine_softmax_stats(gathered.view(options.axis.size, *local_KT.shape), options)
         loss_T = torch.where(valid_T, loss_T, 0.0)
         num_valid = valid_T.sum()
         ctx.options = options
@@ -254,21 +260,21 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
         logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid = ctx.saved_tensors
         options: _CrossEntropyOptions = ctx.options
-        grad = grad.to(max_T.dtype)
+        grad_output = grad_output.to(max_T.dtype)
         if options.reduction == "mean":
-            grad = grad / num_valid
-        weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]
+            grad_output = grad_output / num_valid
+        weight_T1 = torch.where(valid_T, grad_output, 0.0)[:, None]
         at_label_T1 = torch.where(is_local_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
         uniform_T1 = weight_T1 * (options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None
         statistics = (max_T[:, None], weight_T1 / sum_T[:, None])
-        return _compute_logits_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
+        return _compute_logits_grad(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
 
 
-def _compute_local_softmax_statistics(
-    logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _CrossEntropyOptions
+def _compute_local_softmax_stats(
+    logits_Tv: Tensor, label_columns_T1: Tensor, is_local_label_T1: Tensor, options: _CrossEntropyOptions
 ) -> Tensor:
     """Return the maximum, the sum of exponentials and the label logit of each token's local logits.
 
@@ -281,19 +287,19 @@ def _compute_local_softmax_statistics(
     if width == 0:
         out_KT[0] = -torch.inf
         return out_KT
-    for rows in iter_row_chunks(logits_Tv, dtype):
+    for rows in iter_token_chunks(logits_Tv, dtype):
         x_tv = logits_Tv[rows]
         max_t = x_tv.amax(1).to(dtype)
-        shifted_tv = torch.sub(x_tv, clamp_negative_infinity(max_t)[:, None])
+        shifted_tv = torch.sub(x_tv, clamp_neg_inf(max_t)[:, None])
         if options.label_smoothing:
             out_KT[3, rows] = shifted_tv.sum(1)
         out_KT[0, rows] = max_t
         out_KT[1, rows] = shifted_tv.exp_().sum(1)
-    out_KT[2] = torch.where(is_local_T1, logits_Tv.gather(1, column_T1), 0.0)[:, 0]
+    out_KT[2] = torch.where(is_local_label_T1, logits_Tv.gather(1, label_columns_T1), 0.0)[:, 0]
     return out_KT
 
 
-def _combine_softmax_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_softmax_stats(stats_RKT: Tensor, options: _CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the softmax statistics of all ranks into the maximum, the sum and the loss of each token.
 
     The results are bitwise identical on all ranks.
@@ -305,14 +311,14 @@ def _combine_softmax_statistics(stats_RKT: Tensor, options: _CrossEntropyOptions
     if options.label_smoothing:
         # -log p summed over the vocabulary is V log S - sum (x - M)
         spread_T = stats_RKT[:, 3].sum(0)
-        for rank, offset_T in enumerate(clamp_negative_infinity(max_RT) - max_T):
+        for rank, offset_T in enumerate(clamp_neg_inf(max_RT) - max_T):
             spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T
         uniform_T = sum_T.log() - spread_T / options.bounds[-1]
         loss_T = (1 - options.label_smoothing) * loss_T + options.label_smoothing * uniform_T
     return max_T, sum_T, loss_T
 
 
-def _compute_logits_gradient(
+def _compute_logits_grad(
     logits_Tv: Tensor,
     max_T1: Tensor,
     scale_T1: Tensor,
@@ -327,7 +333,7 @@ def _compute_logits_gradient(
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
-    for rows in iter_row_chunks(logits_Tv, max_T1.dtype):
+    for rows in iter_token_chunks(logits_Tv, max_T1.dtype):
         out_tv = grad_Tv[rows]
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
@@ -340,12 +346,12 @@ def _compute_logits_gradient(
     return grad_Tv
 
 
-def clamp_negative_infinity(max_T: Tensor) -> Tensor:
+def clamp_neg_inf(max_logits_T: Tensor) -> Tensor:
     """Replace -inf by the lowest finite number, so that fully masked logits do not produce NaN."""
-    return max_T.clamp(min=torch.finfo(max_T.dtype).min)
+    return max_logits_T.clamp(min=torch.finfo(max_logits_T.dtype).min)
 
 
-def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+def iter_token_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     """Split the rows of the logits into chunks of at most CHUNK_BYTES, or of one row, and yield their slices."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
@@ -353,7 +359,7 @@ def iter_row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:
+def _check_target_ids(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
             f"logits and labels must have shapes (tokens, vocabulary) and (tokens,), but got "

@@ -62,32 +62,34 @@ MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimiz
 WEIGHT_DECAY = "weight_decay"
 
 
-def build_optimizer_factory(options: OptimizerOptions) -> MakeOptimizer:
+def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimizer:
     """Return a function that creates the configured optimizer for a model. Raises ConfigError for invalid arguments."""
     known: dict[str, Any] = {
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
-    if options.name not in known:
+    if optimizer_options.name not in known:
         names = ", ".join(PACKAGE_OPTIMIZERS)
         raise ConfigError(
-            f"optimizer.name must be a class of torch.optim or one of {names}, but got {options.name!r}.",
-            remedy=suggest_similar_names(options.name, known),
+            f"optimizer.name must be a class of torch.optim or one of {names}, but got {optimizer_options.name!r}.",
+            remedy=suggest_similar_names(optimizer_options.name, known),
         )
-    kind = known[options.name]
-    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (options.model_extra or {}).items()}
-    arguments = {"lr": options.lr, **extra}
-    check_constructor_arguments(kind, arguments, "optimizer", ignored=("params",))
+    kind = known[optimizer_options.name]
+    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (optimizer_options.model_extra or {}).items()}
+    arguments = {"lr": optimizer_options.lr, **extra}
+    check_constructor_arguments(kind, arguments, "optimizer", ignored_names=("params",))
     default = inspect.signature(kind).parameters.get(WEIGHT_DECAY)
     has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
-    if options.decay_biases_and_norms and not has_decay:
+    if optimizer_options.decay_biases_and_norms and not has_decay:
         raise ConfigError(
             f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no weight decay.",
             remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
         )
 
-    def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
-        groups = group(params)
+    def create_optimizer(
+        group_fn: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]
+    ) -> Any:
+        groups = group_fn(params)
         try:
             return kind(groups, **arguments)
         except Exception as error:  # classes raise different errors
@@ -97,31 +99,37 @@ def build_optimizer_factory(options: OptimizerOptions) -> MakeOptimizer:
                 remedy="Correct these values in [optimizer].",
             ) from error
 
-    make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
-    is_grouped = (has_decay and not options.decay_biases_and_norms) or options.lr_factors or options.layer_decay != 1
-    return lambda model: partial(make, _make_parameter_grouper(options, model, has_decay) if is_grouped else list)
+    create_optimizer(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
+    is_grouped = (
+        (has_decay and not optimizer_options.decay_biases_and_norms)
+        or optimizer_options.lr_factors
+        or optimizer_options.layer_decay != 1
+    )
+    return lambda model: partial(
+        create_optimizer, _make_param_group_fn(optimizer_options, model, has_decay) if is_grouped else list
+    )
 
 
-def _make_parameter_grouper(
-    options: OptimizerOptions, model: nn.Module, has_decay: bool
+def _make_param_group_fn(
+    optimizer_options: OptimizerOptions, model: nn.Module, has_decay: bool
 ) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
     """Return a function that splits parameters into optimizer groups by their weight decay and learning rate.
 
     The names are taken from the model before sharding, so that the groups are the same under every layout. All groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
-    factors = get_parameter_lr_factors(options, model)
+    factors = get_param_lr_factors(optimizer_options, model)
     kinds: dict[str, tuple[bool, float]] = {}
     kind_of_param: dict[int, tuple[bool, float]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        is_decayed = not has_decay or options.decay_biases_and_norms or has_weight_decay(model, name)
+        is_decayed = not has_decay or optimizer_options.decay_biases_and_norms or has_weight_decay(model, name)
         # tied weights have the group of their first name, even on a pipeline stage that has only the other name
         kinds[name] = kind_of_param.setdefault(id(param), (is_decayed, factors[name]))
     first = (True, 1.0)  # its learning rate is reported
     wanted = {*kinds.values(), first, *([(False, 1.0)] if has_decay else [])}
     order = sorted(wanted, key=lambda kind: (kind != first, not kind[0], -kind[1]))
 
-    def group_parameters(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    def group_params(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in model.named_parameters()}
         groups: dict[Any, list[nn.Parameter]] = {kind: [] for kind in order}
         for param in params:
@@ -130,15 +138,15 @@ def _make_parameter_grouper(
             {
                 "params": group,
                 **({} if is_decayed else {WEIGHT_DECAY: 0.0}),
-                **({} if factor == 1 else {"lr": options.lr * factor}),
+                **({} if factor == 1 else {"lr": optimizer_options.lr * factor}),
             }
             for (is_decayed, factor), group in groups.items()
         ]
 
-    return group_parameters
+    return group_params
 
 
-def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dict[str, float]:
+def get_param_lr_factors(optimizer_options: OptimizerOptions, model: nn.Module) -> dict[str, float]:
     """Return the learning-rate factor of each parameter, by parameter name.
 
     ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
@@ -149,22 +157,24 @@ def get_parameter_lr_factors(options: OptimizerOptions, model: nn.Module) -> dic
         ConfigError: A pattern matches no parameter, or the model has no stack of layers.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in options.lr_factors:
+    for pattern in optimizer_options.lr_factors:
         if not fnmatch.filter(names, pattern):
             near = suggest_similar_names(pattern, names)
             raise ConfigError(
                 f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
                 remedy=f"Correct the pattern. {near}",
             )
-    depths = _count_later_layers(model, names) if options.layer_decay != 1 else dict.fromkeys(names, 0)
-    found = {name: options.layer_decay ** depths[name] for name in names}
+    depths = _count_layers_after_params(model, names) if optimizer_options.layer_decay != 1 else dict.fromkeys(names, 0)
+    found = {name: optimizer_options.layer_decay ** depths[name] for name in names}
     for name in names:
-        matching = (factor for pattern, factor in options.lr_factors.items() if fnmatch.fnmatchcase(name, pattern))
+        matching = (
+            factor for pattern, factor in optimizer_options.lr_factors.items() if fnmatch.fnmatchcase(name, pattern)
+        )
         found[name] *= next(matching, 1.0)
     return found
 
 
-def _count_later_layers(model: nn.Module, parameter_names: Sequence[str]) -> dict[str, int]:
+def _count_layers_after_params(model: nn.Module, param_names: Sequence[str]) -> dict[str, int]:
     """Count how many layers of the model's longest ``ModuleList`` come after each parameter."""
     stacks: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -179,7 +189,7 @@ def _count_later_layers(model: nn.Module, parameter_names: Sequence[str]) -> dic
         )
     count, prefix = len(stacks[path]), f"{path}."
     is_before, depths = True, {}
-    for name in parameter_names:
+    for name in param_names:
         if name.startswith(prefix):
             is_before = False
             depths[name] = count - 1 - int(name.removeprefix(prefix).partition(".")[0])
@@ -188,25 +198,25 @@ def _count_later_layers(model: nn.Module, parameter_names: Sequence[str]) -> dic
     return depths
 
 
-def has_weight_decay(model: nn.Module, parameter_name: str) -> bool:
+def has_weight_decay(model: nn.Module, param_name: str) -> bool:
     """Return False for biases and for parameters of normalization layers, and True for all other parameters.
 
     ``Trainer.get_decay_parameter_names`` in transformers uses the same rule. Here, it also applies to all modules whose
     class name contains "norm", such as ``BatchNorm2d``.
     """
-    owner = type(model.get_submodule(parameter_name.rpartition(".")[0]))
+    owner = type(model.get_submodule(param_name.rpartition(".")[0]))
     is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
-    return not is_norm and NOT_DECAYED.search(parameter_name.lower()) is None
+    return not is_norm and NOT_DECAYED.search(param_name.lower()) is None
 
 
-def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_matching_params(model: nn.Module, name_patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns, such as ``wte.*``.
 
     Raises:
         ConfigError: A pattern matches no parameter, or all parameters match.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in patterns:
+    for pattern in name_patterns:
         if not fnmatch.filter(names, pattern):
             near = suggest_similar_names(
                 pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names}
@@ -215,18 +225,18 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
                 f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=f"Correct the pattern. {near}"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in name_patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model.freeze = {list(patterns)} freezes all parameters, so nothing would be trained.",
+            f"model.freeze = {list(name_patterns)} freezes all parameters, so nothing would be trained.",
             remedy="Remove at least one pattern.",
         )
 
 
 def freeze_and_add_lora(config: TrainConfig, model: nn.Module) -> nn.Module:
     """Freeze the parameters that match ``model.freeze``, and add LoRA adapters if ``lora`` is configured."""
-    freeze_parameters(model, config.model.freeze)
+    freeze_matching_params(model, config.model.freeze)
     return model if config.lora is None else add_lora_adapters(config.lora, model, config.model.task)
 
 
@@ -238,22 +248,22 @@ LORA_TASKS = {
 """Task -> ``task_type`` in PEFT, which trains and saves the new head of a classifier too."""
 
 
-def add_lora_adapters(options: LoraOptions, model: nn.Module, task: str) -> nn.Module:
+def add_lora_adapters(lora_options: LoraOptions, model: nn.Module, task: str) -> nn.Module:
     """Add PEFT adapters to an unsharded model, and freeze its other parameters.
 
     Raises:
-        ConfigError: PEFT is not installed, or does not accept the settings in ``options`` for this model.
+        ConfigError: PEFT is not installed, or does not accept the settings in ``lora_options`` for this model.
     """
     peft = import_optional_module("peft", "The table lora", "peft")
     try:
         settings = peft.LoraConfig(
-            r=options.rank,
-            lora_alpha=options.alpha,
-            lora_dropout=options.dropout,
-            target_modules=options.target_modules,
-            modules_to_save=options.modules_to_save,
-            use_rslora=options.use_rslora,
-            use_dora=options.use_dora,
+            r=lora_options.rank,
+            lora_alpha=lora_options.alpha,
+            lora_dropout=lora_options.dropout,
+            target_modules=lora_options.target_modules,
+            modules_to_save=lora_options.modules_to_save,
+            use_rslora=lora_options.use_rslora,
+            use_dora=lora_options.use_dora,
             task_type=LORA_TASKS.get(task),
         )
         with LazyInit() if has_deferred_weights(model) else _disable_module_to(model):
@@ -282,12 +292,12 @@ def _disable_module_to(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def check_constructor_arguments(
-    cls: Any, arguments: Mapping[str, Any], config_section: str, ignored: Iterable[str] = ()
+    cls: Any, kwargs: Mapping[str, Any], config_section: str, ignored_names: Iterable[str] = ()
 ) -> None:
     """Raise ConfigError if a class does not accept one of the arguments, or if a required argument is missing."""
     parameters = inspect.signature(cls).parameters
-    known = [name for name in parameters if name not in ignored]
-    for name, value in arguments.items():
+    known = [name for name in parameters if name not in ignored_names]
+    for name, value in kwargs.items():
         if name not in known:
             raise ConfigError(
                 f"{config_section}.{name} = {value!r} is not valid, because {cls.__name__} has no argument {name!r}.",
@@ -295,55 +305,57 @@ def check_constructor_arguments(
             )
     for name in known:
         p = parameters[name]
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in kwargs:
             raise ConfigError(f"{cls.__name__} requires the argument {name!r}.", remedy=f"Set {config_section}.{name}.")
 
 
-def count_training_steps(config: TrainConfig, data: TrainingData) -> int:
+def count_training_steps(config: TrainConfig, training_data: TrainingData) -> int:
     """Return the total number of training steps of a run."""
     if config.training.steps is not None:
         return config.training.steps
-    return math.ceil((config.training.epochs or 1) * count_steps_per_epoch(config, data))
+    return math.ceil((config.training.epochs or 1) * count_steps_per_epoch(config, training_data))
 
 
-def count_steps_per_epoch(config: TrainConfig, data: TrainingData) -> int:
+def count_steps_per_epoch(config: TrainConfig, training_data: TrainingData) -> int:
     """Return the number of training steps in one epoch."""
-    samples, size = data.num_samples, config.data.batch_size
+    samples, size = training_data.num_samples, config.data.batch_size
     assert samples is not None  # a stream requires training.steps
     return samples // size if config.data.drop_last else -(-samples // size)
 
 
-def build_scheduler_factory(options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
+def build_scheduler_factory(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
-    return partial(LambdaLR, lr_lambda=make_lr_lambda(options, num_steps))
+    return partial(LambdaLR, lr_lambda=make_lr_lambda(schedule_options, num_steps))
 
 
-def make_lr_lambda(options: ScheduleOptions, num_steps: int) -> Callable[[int], float]:
+def make_lr_lambda(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[int], float]:
     """Return a function that maps a step, counted from 0, to the factor for the base learning rate."""
-    length = num_steps if options.steps is None else options.steps
-    return partial(compute_lr_factor, options, count_warmup_steps(options, num_steps), length)
+    length = num_steps if schedule_options.steps is None else schedule_options.steps
+    return partial(compute_lr_factor, schedule_options, count_warmup_steps(schedule_options, num_steps), length)
 
 
-def count_warmup_steps(options: ScheduleOptions, num_steps: int) -> int:
+def count_warmup_steps(schedule_options: ScheduleOptions, num_steps: int) -> int:
     """Return the number of warm-up steps of a learning-rate schedule in a run of ``num_steps`` steps."""
-    return _resolve_num_steps(options.warmup, num_steps if options.steps is None else options.steps)
+    return _resolve_num_steps(
+        schedule_options.warmup, num_steps if schedule_options.steps is None else schedule_options.steps
+    )
 
 
-def _resolve_num_steps(value: float, total_steps: int) -> int:
-    """Convert ``value`` to a number of steps. A value below 1 is a fraction of ``total_steps``."""
-    return math.ceil(value * total_steps) if value < 1 else round(value)
+def _resolve_num_steps(steps_or_fraction: float, num_steps: int) -> int:
+    """Convert ``steps_or_fraction`` to a number of steps. A value below 1 is a fraction of ``num_steps``."""
+    return math.ceil(steps_or_fraction * num_steps) if steps_or_fraction < 1 else round(steps_or_fraction)
 
 
-def compute_lr_factor(options: ScheduleOptions, warmup_steps: int, num_steps: int, step: int) -> float:
+def compute_lr_factor(schedule_options: ScheduleOptions, num_warmup_steps: int, num_steps: int, step: int) -> float:
     """Return the factor by which the schedule multiplies the base learning rate at ``step``, counted from 0.
 
     >>> [round(compute_lr_factor(ScheduleOptions(name="linear"), 2, 6, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
-    match options.name:
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    done = min((step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1), 1.0)
+    match schedule_options.name:
         case "constant":
             decay = 0.0
         case "linear":
@@ -351,13 +363,13 @@ def compute_lr_factor(options: ScheduleOptions, warmup_steps: int, num_steps: in
         case "cosine":
             decay = 0.5 - 0.5 * math.cos(math.pi * done)
         case "cosine_with_restarts":
-            decay = 1.0 if done == 1 else 0.5 - 0.5 * math.cos(math.pi * (done * options.cycles % 1))
+            decay = 1.0 if done == 1 else 0.5 - 0.5 * math.cos(math.pi * (done * schedule_options.cycles % 1))
         case "warmup_stable_decay":
-            length = _resolve_num_steps(options.decay, num_steps)
+            length = _resolve_num_steps(schedule_options.decay, num_steps)
             decay = min(max(step - (num_steps - length), 0) / max(length, 1), 1.0)
         case "inverse_sqrt":
-            return math.sqrt(max(warmup_steps, 1) / max(step, warmup_steps, 1))
-    return 1 - (1 - options.min_lr_rate) * decay
+            return math.sqrt(max(num_warmup_steps, 1) / max(step, num_warmup_steps, 1))
+    return 1 - (1 - schedule_options.min_lr_rate) * decay
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
@@ -387,23 +399,23 @@ def get_hook_output_folder(config: TrainConfig, hook_name: str) -> Path | None:
     return to_absolute_path(os.path.expanduser(directory or config.output_folder / FOLDERS[hook_name]))
 
 
-def _make_hook(config: TrainConfig, hook_name: str, arguments: dict[str, Any]) -> Hook:
+def _make_hook(config: TrainConfig, hook_name: str, hook_kwargs: dict[str, Any]) -> Hook:
     kind = _find_hook_class(hook_name)
     parameters = inspect.signature(kind).parameters
     if "directory" in parameters:
-        arguments = {
+        hook_kwargs = {
             "directory": str(config.output_folder / FOLDERS.get(hook_name, hook_name.rpartition(":")[2])),
-            **arguments,
+            **hook_kwargs,
         }
     if "config" in parameters and hook_name in KNOWN_HOOKS:
-        arguments = {"config": config.model_dump(mode="json"), **arguments}
-    check_constructor_arguments(kind, arguments, f"hooks.{hook_name}")
-    arguments = _validate_argument_types(kind, arguments, f"hooks.{hook_name}")
-    if isinstance(directory := arguments.get("directory"), str):
-        arguments["directory"] = os.path.expanduser(directory)
+        hook_kwargs = {"config": config.model_dump(mode="json"), **hook_kwargs}
+    check_constructor_arguments(kind, hook_kwargs, f"hooks.{hook_name}")
+    hook_kwargs = _validate_argument_types(kind, hook_kwargs, f"hooks.{hook_name}")
+    if isinstance(directory := hook_kwargs.get("directory"), str):
+        hook_kwargs["directory"] = os.path.expanduser(directory)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
-    positional = [value for name in several for value in arguments.pop(name, ())]
-    hook: Hook = kind(*positional, **arguments)
+    positional = [value for name in several for value in hook_kwargs.pop(name, ())]
+    hook: Hook = kind(*positional, **hook_kwargs)
     return hook
 
 
@@ -433,10 +445,10 @@ def get_hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
     return found
 
 
-def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], config_section: str) -> dict[str, Any]:
+def _validate_argument_types(hook_class: Any, hook_kwargs: dict[str, Any], config_section: str) -> dict[str, Any]:
     """Validate the arguments of a hook against the types that its class declares, and return them."""
-    known, found = get_hook_arguments(hook_class), dict(arguments)
-    for name, value in arguments.items():
+    known, found = get_hook_arguments(hook_class), dict(hook_kwargs)
+    for name, value in hook_kwargs.items():
         try:
             adapter = TypeAdapter(known[name].annotation)
         except Exception:  # a type that pydantic does not know
@@ -472,12 +484,14 @@ def _find_hook_class(hook_name: str) -> Any:
     return found
 
 
-def _import_hook_file(file: str, hook_name: str) -> Any:
-    file = os.path.expanduser(file)
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
+def _import_hook_file(file_path: str, hook_name: str) -> Any:
+    file_path = os.path.expanduser(file_path)
+    spec = (
+        importlib.util.spec_from_file_location(Path(file_path).stem, file_path) if Path(file_path).is_file() else None
+    )
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"The file {file!r} in hooks.{hook_name!r} does not exist.",
+            f"The file {file_path!r} in hooks.{hook_name!r} does not exist.",
             remedy='Correct the path. A hook has the form "my_hooks.py:MyHook".',
         )
     module = importlib.util.module_from_spec(spec)
@@ -488,7 +502,7 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
         where = f" in line {lines[-1]}" if lines else ""
         reason = get_first_message_line(error)
         raise ConfigError(
-            f"Importing {file} raised {type(error).__name__}{where}: {reason}.",
+            f"Importing {file_path} raised {type(error).__name__}{where}: {reason}.",
             remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
         ) from error
     return module
@@ -529,31 +543,36 @@ def get_transformers_model_class(config: TrainConfig) -> Any:
 
 
 def build_model(
-    config: TrainConfig, data: TrainingData, base_config: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
+    config: TrainConfig,
+    training_data: TrainingData,
+    base_model_config: Any,
+    *,
+    lazy_init: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Build the model of a run, with its weights in ``dtype``.
 
-    ``parallel.precision`` determines the dtype of the training steps. ``base_config`` is the config of the model
-    without the fields that depend on the data. If ``lazy`` is False, the weights are not initialized, even if the run
-    loads a checkpoint.
+    ``parallel.precision`` determines the dtype of the training steps. ``base_model_config`` is the config of the model
+    without the fields that depend on the data. If ``lazy_init`` is False, the weights are not initialized, even if the
+    run loads a checkpoint.
     """
-    complete = load_model_config(config, derive_config_fields_from_data(config, data, base_config))
-    _check_data_fits_model(config, data, complete)
+    complete = load_model_config(config, derive_config_fields_from_data(config, training_data, base_model_config))
+    _check_data_fits_model(config, training_data, complete)
     kind = get_transformers_model_class(config)
     _check_task_support(config, complete, kind)
     torch.manual_seed(config.seed)
     trust = config.model.trust_remote_code
     try:
-        if lazy and not config.model.random:
-            has_new_classes = getattr(base_config, "num_labels", None) != getattr(complete, "num_labels", None)
+        if lazy_init and not config.model.random:
+            has_new_classes = getattr(base_model_config, "num_labels", None) != getattr(complete, "num_labels", None)
             model = from_pretrained(
                 kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust,
                 ignore_mismatched_sizes=has_new_classes,
             )  # fmt: skip
         else:
-            with LazyInit() if lazy else skip_weight_init():
+            with LazyInit() if lazy_init else skip_weight_init():
                 model = create_model_from_config(kind, complete, dtype, trust)
-            if not lazy:
+            if not lazy_init:
                 cast(Any, model).tie_weights()
     except ShardFormerError:
         raise
@@ -618,16 +637,17 @@ def get_max_sequence_length(model_config: Any) -> int | None:
     return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
 
 
-def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config: Any) -> None:
-    if data.tokens is None:
+def _check_data_fits_model(config: TrainConfig, training_data: TrainingData, model_config: Any) -> None:
+    if training_data.tokenizer is None:
         return
     text = model_config.get_text_config()
     size = getattr(text, "vocab_size", None)
-    if size is not None and data.tokens.size > size:
+    if size is not None and training_data.tokenizer.vocab_size > size:
         raise ConfigError(
-            f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}.",
+            f"The tokenizer {training_data.tokenizer.name!r} has {training_data.tokenizer.vocab_size} tokens, but "
+            f"the model has vocab_size={size}.",
             remedy="Use the tokenizer of the model, or set model.config.vocab_size = "
-            f"{data.tokens.size} if the weights are random.",
+            f"{training_data.tokenizer.vocab_size} if the weights are random.",
         )
     most = get_max_sequence_length(model_config)
     if most is not None and config.data.sequence_length > most:

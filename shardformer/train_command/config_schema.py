@@ -46,109 +46,115 @@ class ConfigSection(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _field(description: str, default: Any = ..., **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
+def _make_field(description: str, default: Any = ..., **constraints: Any) -> Any:
+    return Field(default, description=description, **constraints)
 
 
 class ModelOptions(ConfigSection):
     """The model to train."""
 
-    name: str = _field(
+    name: str = _make_field(
         "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or, if `random` is "
         "set, a transformers model type such as `llama`."
     )
-    task: Task = _field(
+    task: Task = _make_field(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
         "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
         "one answer over another (DPO); `image_classification`.",
         "causal",
     )
-    head: str | None = _field("The transformers model class. By default, the task determines it.", None)
-    random: bool = _field("Initialize the weights at random instead of loading them.", False)
-    config: dict[str, Any] = _field("Fields to change in the model's config.", {})
-    freeze: list[str] = _field("Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", [])
-    trust_remote_code: bool = _field("Allow running Python code that comes with a model.", False)
+    head: str | None = _make_field("The transformers model class. By default, the task determines it.", None)
+    random: bool = _make_field("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _make_field("Fields to change in the model's config.", {})
+    freeze: list[str] = _make_field(
+        "Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", []
+    )
+    trust_remote_code: bool = _make_field("Allow running Python code that comes with a model.", False)
 
 
 class DataOptions(ConfigSection):
     """The training and validation data."""
 
-    train: str | list[str] = _field(
+    train: str | list[str] = _make_field(
         "A file, a list of files, a pattern of files such as `data/*.parquet`, a folder with one subfolder of images "
         "per class, or the name of a data set. See `format`."
     )
-    weights: list[float] | None = _field(
+    weights: list[float] | None = _make_field(
         "One number per item of `train`, to mix the items in this proportion. An epoch ends when each item has been "
         "read at least once.",
         None,
     )
-    validation: str | list[str] | None = _field("Validation data in the same format.", None)
-    validation_fraction: float | None = _field(
+    validation: str | list[str] | None = _make_field("Validation data in the same format.", None)
+    validation_fraction: float | None = _make_field(
         "Fraction of the training rows to use for validation instead of training.", None, gt=0, lt=1
     )
-    format: Format | None = _field(
+    format: Format | None = _make_field(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
         "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
         "the `datasets` library; `images`. By default, it is inferred from the suffix, and a folder contains images.",
         None,
     )
-    delimiter: str | None = _field(
+    delimiter: str | None = _make_field(
         "The character between the fields of a `csv` file. By default, a tab in .tsv files, where quotes are part of "
         "the text, and a comma in other files, where quotes may enclose a field.",
         None,
         max_length=1,
     )
-    options: dict[str, Any] = _field("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
-    streaming: bool = _field("Read the data during training instead of before it. `training.steps` must be set.", False)
-    batch_size: int = _field("Global batch size: the number of samples per step over all processes.", 8, ge=1)
-    sequence_length: int = _field("Maximum number of tokens per sample.", 128, ge=2)
-    tokenizer: str | None = _field(
+    options: dict[str, Any] = _make_field("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
+    streaming: bool = _make_field(
+        "Read the data during training instead of before it. `training.steps` must be set.", False
+    )
+    batch_size: int = _make_field("Global batch size: the number of samples per step over all processes.", 8, ge=1)
+    sequence_length: int = _make_field("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _make_field(
         "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
         "or `bytes` if the weights are random.",
         None,
     )
-    text: str = _field("The field that contains the text, or the list of words for `token_classification`.", "text")
-    pair: str | None = _field("The field of the second text, for `classification` of text pairs.", None)
-    target: str = _field(
+    text: str = _make_field(
+        "The field that contains the text, or the list of words for `token_classification`.", "text"
+    )
+    pair: str | None = _make_field("The field of the second text, for `classification` of text pairs.", None)
+    target: str = _make_field(
         "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
     )
-    label: str = _field(
+    label: str = _make_field(
         "The field of the class label or list of labels for classification, or of the number for regression.", "label"
     )
-    messages: str = _field(
+    messages: str = _make_field(
         "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
         "`value`. It is used for rows without a `text` field.",
         "messages",
     )
-    prompt: str | None = _field(
+    prompt: str | None = _make_field(
         "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
         "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
-    chosen: str = _field("The field of the better answer, for `preference`.", "chosen")
-    rejected: str = _field("The field of the worse answer, for `preference`.", "rejected")
-    chat_template: str | None = _field(
+    chosen: str = _make_field("The field of the better answer, for `preference`.", "chosen")
+    rejected: str = _make_field("The field of the worse answer, for `preference`.", "rejected")
+    chat_template: str | None = _make_field(
         "The template of conversations: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the "
         "template of the tokenizer, or `chatml` for `bytes`.",
         None,
     )
-    train_on: Literal["answers", "last", "all"] = _field(
+    train_on: Literal["answers", "last", "all"] = _make_field(
         "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
-    packing: bool = _field(
+    packing: bool = _make_field(
         "Pack several texts or conversations into one row, for `causal`. No text attends to another text.", False
     )
-    group_by_length: bool = _field("Put samples of similar length into the same batch.", False)
-    image: str = _field("The field of the image in `datasets`, or of its path in other formats.", "image")
-    split: str = _field("The split of `datasets` to train on.", "train")
-    validation_split: str | None = _field(
+    group_by_length: bool = _make_field("Put samples of similar length into the same batch.", False)
+    image: str = _make_field("The field of the image in `datasets`, or of its path in other formats.", "image")
+    split: str = _make_field("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _make_field(
         "The split to validate on. It is a split of `validation`, or by default of `train`.", None
     )
-    shuffle: bool = _field("Shuffle the samples in each epoch.", True)
-    drop_last: bool = _field("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _field("Number of data loading processes per training process.", 0, ge=0)
+    shuffle: bool = _make_field("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _make_field("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _make_field("Number of data loading processes per training process.", 0, ge=0)
 
     @property
     def has_validation_data(self) -> bool:
@@ -171,15 +177,15 @@ class OptimizerOptions(ConfigSection):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _field("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
-    lr: float = _field("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _field("Also apply `weight_decay` to biases and normalization weights.", False)
-    lr_factors: dict[str, float] = _field(
+    name: str = _make_field("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
+    lr: float = _make_field("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _make_field("Also apply `weight_decay` to biases and normalization weights.", False)
+    lr_factors: dict[str, float] = _make_field(
         "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
         "matching pattern applies.",
         {},
     )
-    layer_decay: float = _field(
+    layer_decay: float = _make_field(
         "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
         1.0,
         gt=0,
@@ -191,15 +197,15 @@ class ScheduleOptions(ConfigSection):
     """The learning-rate schedule, with warm-up and decay."""
 
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
-        _field("The decay after warm-up.", "constant")
+        _make_field("The decay after warm-up.", "constant")
     )
-    warmup: float = _field("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
-    min_lr_rate: float = _field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
-    cycles: int = _field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
-    decay: float = _field(
+    warmup: float = _make_field("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _make_field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    cycles: int = _make_field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    decay: float = _make_field(
         "Steps of the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
     )
-    steps: int | None = _field(
+    steps: int | None = _make_field(
         "The number of steps after which the learning rate is constant. By default, the number of steps of the run. It "
         "is required to resume a run with another length, if that would change learning rates.",
         None,
@@ -210,39 +216,45 @@ class ScheduleOptions(ConfigSection):
 class PreferenceOptions(ConfigSection):
     """Options of the DPO loss for `task = "preference"`."""
 
-    beta: float = _field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
-    label_smoothing: float = _field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
+    beta: float = _make_field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    label_smoothing: float = _make_field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
 class LoraOptions(ConfigSection):
     """LoRA adapters from PEFT. If this table exists, only the adapters are trained."""
 
-    rank: int = _field("Rank of the adapters.", 8, ge=1)
-    alpha: float = _field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
-    dropout: float = _field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
-    target_modules: str | list[str] = _field(
+    rank: int = _make_field("Rank of the adapters.", 8, ge=1)
+    alpha: float = _make_field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
+    dropout: float = _make_field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = _make_field(
         "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
     )
-    modules_to_save: list[str] | None = _field("Names of modules to train in full and save with the adapters.", None)
-    use_rslora: bool = _field("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
-    use_dora: bool = _field("Also train the norm of each row of a weight (DoRA).", False)
-    merge: bool = _field("Merge the adapters into the exported model, instead of exporting only the adapters.", False)
+    modules_to_save: list[str] | None = _make_field(
+        "Names of modules to train in full and save with the adapters.", None
+    )
+    use_rslora: bool = _make_field("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
+    use_dora: bool = _make_field("Also train the norm of each row of a weight (DoRA).", False)
+    merge: bool = _make_field(
+        "Merge the adapters into the exported model, instead of exporting only the adapters.", False
+    )
 
 
 class TrainingOptions(ConfigSection):
     """The length of the run, the validation interval, and whether the trained model is exported."""
 
-    steps: int | None = _field("Number of optimizer steps.", None, ge=1)
-    epochs: float | None = _field("Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0)
-    validate_every: int | None = _field("Number of steps between validations. By default, one epoch.", None, ge=1)
-    export: bool = _field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
+    steps: int | None = _make_field("Number of optimizer steps.", None, ge=1)
+    epochs: float | None = _make_field(
+        "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
+    )
+    validate_every: int | None = _make_field("Number of steps between validations. By default, one epoch.", None, ge=1)
+    export: bool = _make_field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
 class TrainConfig(ConfigSection):
     """Complete configuration of a training run."""
 
-    folder: str = _field("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
+    folder: str = _make_field("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _make_field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelOptions
     data: DataOptions
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -251,7 +263,7 @@ class TrainConfig(ConfigSection):
     training: TrainingOptions = TrainingOptions()
     preference: PreferenceOptions = PreferenceOptions()
     lora: LoraOptions | None = None
-    hooks: dict[str, bool | dict[str, Any]] = _field(
+    hooks: dict[str, bool | dict[str, Any]] = _make_field(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
         '`"my_hooks.py:MyHook" = true`.',
@@ -381,9 +393,9 @@ def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     }
 
 
-def suggest_trust_remote_code(default_remedy: str, error: Exception) -> str:
+def suggest_trust_remote_code(default_remedy: str, exception: Exception) -> str:
     """Suggest setting ``trust_remote_code`` if the error mentions it, and otherwise return ``default_remedy``."""
-    needs_code = "trust_remote_code" in str(error)
+    needs_code = "trust_remote_code" in str(exception)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else default_remedy
 
 
@@ -423,15 +435,15 @@ RENAMED_KEYS = {
 """Earlier name of a configuration key -> its current name."""
 
 
-def load_train_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_train_config(config_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read and validate a run configuration from a TOML file.
 
     Args:
-        file: Path of the file.
+        config_path: Path of the file.
         overrides: Keys to change, such as ``parallel.tensor=2``. A value that is not valid TOML is used as a string.
             An empty value, as in ``training.epochs=``, removes the key.
     """
-    path = Path(file)
+    path = Path(config_path)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # only one process could read a pipe
             raise ConfigError(f"{path} must be a regular file.", remedy="Pass the path of a TOML file.")
@@ -440,33 +452,33 @@ def load_train_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainC
         near = suggest_similar_names(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         reason = error.strerror or error
         raise ConfigError(
-            f"The configuration file {str(file)!r} cannot be read: {reason}.",
+            f"The configuration file {str(config_path)!r} cannot be read: {reason}.",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"The configuration file {str(file)!r} is not valid TOML: {error}.",
+            f"The configuration file {str(config_path)!r} is not valid TOML: {error}.",
             remedy="Correct the line. A table is a line such as [training], and a key a line such as steps = 100.",
         ) from error
     for change in overrides:
-        apply_command_line_override(tables, change)
-    return parse_config(tables, str(file))
+        apply_config_override(tables, change)
+    return parse_config(tables, str(config_path))
 
 
-def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
-    """Validate the tables of a run configuration, and convert them to a ``TrainConfig``. Errors mention ``source``."""
+def parse_config(config_dict: dict[str, Any], source_name: str) -> TrainConfig:
+    """Validate the tables of a run configuration, and return a ``TrainConfig``. Errors mention ``source_name``."""
     try:
-        return TrainConfig.model_validate(_rename_deprecated_keys(tables))
+        return TrainConfig.model_validate(_rename_deprecated_keys(config_dict))
     except ValidationError as error:
-        raise _to_config_error(error, source) from error
+        raise _to_config_error(error, source_name) from error
 
 
-def _rename_deprecated_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_deprecated_keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Replace deprecated key names by their current names, with a warning.
 
     If a table has both names, validation reports the earlier name.
     """
-    found: dict[str, Any] = deepcopy(dict(tables))
+    found: dict[str, Any] = deepcopy(dict(config_dict))
     for old, new in RENAMED_KEYS.items():
         *parents, old_key = old.split(".")
         new_key, table = new.rpartition(".")[2], found
@@ -480,11 +492,11 @@ def _rename_deprecated_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
+def apply_config_override(config_dict: dict[str, Any], override: str) -> None:
     """Apply a command-line change such as ``parallel.tensor=2`` to the tables of a run configuration, in place."""
     key, equals, text = override.partition("=")
     try:
-        *parents, name = _split_key(key) if equals else []
+        *parents, name = _split_toml_key(key) if equals else []
     except ValueError as error:  # also without a key, or if the key is not valid TOML
         raise ConfigError(
             f"--set requires the form key=value, but got {override!r}.",
@@ -494,7 +506,7 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    table = tables
+    table = config_dict
     for part in parents:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
@@ -508,7 +520,7 @@ def apply_command_line_override(tables: dict[str, Any], override: str) -> None:
         table.pop(name, None)
 
 
-def _split_key(key: str) -> list[str]:
+def _split_toml_key(key: str) -> list[str]:
     """Split a TOML key at its dots, except inside quotes. Raises ValueError if it is not a valid key."""
     names, value = list[str](), tomllib.loads(f"{key} = 0")
     while isinstance(value, dict):
@@ -517,7 +529,7 @@ def _split_key(key: str) -> list[str]:
     return names
 
 
-def _to_config_error(error: ValidationError, source: str) -> ConfigError:
+def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
     """Convert the first error that pydantic reports to a ConfigError that suggests a correct key or value."""
     first = error.errors()[0]
     key_path = [str(part) for part in first["loc"]]
@@ -526,13 +538,13 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table is not None else []
         return ConfigError(
-            f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
+            f"{source_name} has {key} = {first['input']!r:.80}, which is not a key of "
             f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}.",
             remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_config_key(name, known),
         )
     if first["type"] == "missing":
         return ConfigError(
-            f"{source} has no {key}, which is required.",
+            f"{source_name} has no {key}, which is required.",
             rule=_describe_key(table, name),
             remedy=f"Write {name} in [{'.'.join(key_path[:-1])}]" if len(key_path) > 1 else f"Write a table [{name}]",
         )
@@ -540,7 +552,7 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     return ConfigError(
-        f"{source} has an invalid value, {key} = {first['input']!r:.80}.",
+        f"{source_name} has an invalid value, {key} = {first['input']!r:.80}.",
         rule=". ".join(filter(None, (messages, _describe_key(table, name)))),
         remedy=suggest_similar_names(str(first["input"]), known)
         if first["type"] == "literal_error"
@@ -548,9 +560,9 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     )
 
 
-def _suggest_correction(error: Mapping[str, Any]) -> str:
+def _suggest_correction(pydantic_error: Mapping[str, Any]) -> str:
     """Suggest how to correct a value that pydantic rejected."""
-    limits = error.get("ctx", {})
+    limits = pydantic_error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:
             return f"Write a number of {words} {limits[name]}"
@@ -560,14 +572,14 @@ def _suggest_correction(error: Mapping[str, Any]) -> str:
         "bool_type": "Write true or false, without quotes",
         "string_type": "Write it in quotes",
     }
-    return of_type.get(error["type"], "Correct the value")
+    return of_type.get(pydantic_error["type"], "Correct the value")
 
 
-def suggest_config_key(unknown_key: str, candidates: Iterable[str]) -> str:
+def suggest_config_key(unknown_key: str, known_keys: Iterable[str]) -> str:
     """Suggest a correct key for an unknown configuration key.
 
     The unknown key may be in the wrong table, or may be an argument of ``TrainingArguments`` in transformers.
-    ``candidates`` contains the names that are valid in its place.
+    ``known_keys`` contains the names that are valid in its place.
     """
     tables = {key: _find_section_class([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
@@ -580,10 +592,10 @@ def suggest_config_key(unknown_key: str, candidates: Iterable[str]) -> str:
         same_name.append(f"hooks.{unknown_key}")
     if key := TRAINER_KEYS.get(unknown_key, " or ".join(same_name)):
         return f"Write it as {key}"
-    if {*candidates} == {*TrainConfig.model_fields}:
+    if {*known_keys} == {*TrainConfig.model_fields}:
         suggestion = suggest_similar_names(unknown_key, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
-    return suggest_similar_names(unknown_key, candidates)
+    return suggest_similar_names(unknown_key, known_keys)
 
 
 def get_builtin_hook_classes() -> dict[str, Any]:
@@ -620,23 +632,23 @@ def _describe_key(section_class: type[BaseModel] | None, key: str) -> str:
     return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""
 
 
-def format_toml(tables: Mapping[str, Any]) -> str:
+def format_toml(config_dict: Mapping[str, Any]) -> str:
     """Format the tables of a configuration as TOML, and leave out values that are None."""
 
-    def format_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-        inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    def format_tables(table: Mapping[str, Any], table_path: tuple[str, ...]) -> Iterator[str]:
+        inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
         lines = [
             f"{_format_toml_key(k)} = {_format_toml_value(v)}"
-            for k, v in values.items()
+            for k, v in table.items()
             if k not in inner and v is not None
         ]
-        if path and (lines or not inner):
-            yield f"\n[{'.'.join(map(_format_toml_key, path))}]"
+        if table_path and (lines or not inner):
+            yield f"\n[{'.'.join(map(_format_toml_key, table_path))}]"
         yield from lines
         for key, value in inner.items():
-            yield from format_tables(value, (*path, key))
+            yield from format_tables(value, (*table_path, key))
 
-    return "\n".join(format_tables(tables, ())) + "\n"
+    return "\n".join(format_tables(config_dict, ())) + "\n"
 
 
 def _format_toml_key(key: str) -> str:

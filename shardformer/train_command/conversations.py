@@ -37,33 +37,33 @@ SYSTEM, TOOLS, CALLS, WEIGHT = "system", "tools", "tool_calls", "weight"
 Message = Mapping[str, Any]
 
 
-def is_conversation(row: Mapping[str, Any], data: DataOptions) -> bool:
+def is_conversation(row: Mapping[str, Any], data_options: DataOptions) -> bool:
     """Return whether a data set row contains a conversation, or a prompt with an answer, rather than plain text."""
-    if data.prompt is not None:
+    if data_options.prompt is not None:
         return True
-    if row.get(data.text) is not None:  # a table has every field in every row
+    if row.get(data_options.text) is not None:  # a table has every field in every row
         return False
     return (
-        data.messages in row
-        or _find_messages_field(row, data) is not None
-        or _find_prompt_and_answer_fields(row, data) is not None
+        data_options.messages in row
+        or _find_messages_field(row, data_options) is not None
+        or _find_prompt_and_answer_fields(row, data_options) is not None
     )
 
 
-def read_conversation(row: Mapping[str, Any], data: DataOptions) -> list[Message]:
+def extract_messages(row: Mapping[str, Any], data_options: DataOptions) -> list[Message]:
     """Return the messages of a data set row that contains either a conversation or a prompt with an answer.
 
     Raises:
         InputError: The row has neither of them, or a message has no role or content.
     """
-    field = None if data.prompt is not None else _find_messages_field(row, data)
+    field = None if data_options.prompt is not None else _find_messages_field(row, data_options)
     if field is not None:
         return _add_system_message(_normalize_messages(row[field], field), row)
-    pair = _find_prompt_and_answer_fields(row, data)
-    if pair is None and data.prompt is None and data.messages in row:
-        value = row[data.messages]
+    pair = _find_prompt_and_answer_fields(row, data_options)
+    if pair is None and data_options.prompt is None and data_options.messages in row:
+        value = row[data_options.messages]
         raise InputError(
-            f"The field {data.messages!r} must be a list of messages, but got {value!r:.60}.",
+            f"The field {data_options.messages!r} must be a list of messages, but got {value!r:.60}.",
             remedy='Write a list such as [{"role": "user", "content": "words"}], not a string that contains JSON.',
         )
     if pair is None:
@@ -73,30 +73,32 @@ def read_conversation(row: Mapping[str, Any], data: DataOptions) -> list[Message
             remedy="Set data.messages to the field that contains the messages, or data.prompt and data.target to the "
             "fields that contain the prompt and the answer.",
         )
-    return _read_prompt_and_answer(row, pair)
+    return _extract_prompt_and_answer(row, pair)
 
 
-def _find_messages_field(row: Mapping[str, Any], data: DataOptions) -> str | None:
-    return next((name for name in (data.messages, "conversations") if isinstance(row.get(name), (list, tuple))), None)
+def _find_messages_field(row: Mapping[str, Any], data_options: DataOptions) -> str | None:
+    return next(
+        (name for name in (data_options.messages, "conversations") if isinstance(row.get(name), (list, tuple))), None
+    )
 
 
-def _find_prompt_and_answer_fields(row: Mapping[str, Any], data: DataOptions) -> tuple[str, str] | None:
-    pairs = PAIRS if data.prompt is None else ((data.prompt, data.target),)
+def _find_prompt_and_answer_fields(row: Mapping[str, Any], data_options: DataOptions) -> tuple[str, str] | None:
+    pairs = PAIRS if data_options.prompt is None else ((data_options.prompt, data_options.target),)
     return next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), None)
 
 
-def _read_prompt_and_answer(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
-    prompt, answer = (row[name] for name in fields)
+def _extract_prompt_and_answer(row: Mapping[str, Any], field_names: tuple[str, str]) -> list[Message]:
+    prompt, answer = (row[name] for name in field_names)
     if isinstance(prompt, (list, tuple)):
         return _add_system_message(
-            [*_normalize_messages(prompt, fields[0]), *_to_answer_messages(answer, fields[1])], row
+            [*_normalize_messages(prompt, field_names[0]), *_to_answer_messages(answer, field_names[1])], row
         )
-    context = row.get(CONTEXT) if fields[0] == "instruction" else None
+    context = row.get(CONTEXT) if field_names[0] == "instruction" else None
     prompt = f"{prompt}\n\n{context}" if context else prompt
     return _add_system_message(
         [
-            *_normalize_messages([{"role": "user", "content": prompt}], fields[0]),
-            *_to_answer_messages(answer, fields[1]),
+            *_normalize_messages([{"role": "user", "content": prompt}], field_names[0]),
+            *_to_answer_messages(answer, field_names[1]),
         ],
         row,
     )
@@ -119,13 +121,13 @@ def _add_system_message(messages: list[Message], row: Mapping[str, Any]) -> list
     return messages
 
 
-def read_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data: DataOptions) -> list[Message]:
+def extract_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data_options: DataOptions) -> list[Message]:
     """Return the prompt of a data set row and the answer in ``answer_field`` as a list of messages.
 
     Raises:
         InputError: The row has no such answer.
     """
-    prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(answer_field)
+    prompt, answer = row.get(data_options.prompt or PAIRS[0][0]), row.get(answer_field)
     messages = [] if answer is None else [*_to_answer_messages(answer, answer_field)]
     if prompt is not None and messages:
         is_list = isinstance(prompt, (list, tuple))
@@ -155,13 +157,13 @@ def get_chat_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {TOOLS: [_parse_json_if_valid(tool) for tool in tools]} if tools else {}
 
 
-def _parse_json_if_valid(value: Any) -> Any:
+def _parse_json_if_valid(maybe_json: Any) -> Any:
     """Parse a string that contains a JSON object or list, and return any other value unchanged."""
-    if isinstance(value, str):
+    if isinstance(maybe_json, str):
         with suppress(ValueError):
-            found = json.loads(value)
-            return found if isinstance(found, (dict, list)) else value
-    return value
+            found = json.loads(maybe_json)
+            return found if isinstance(found, (dict, list)) else maybe_json
+    return maybe_json
 
 
 def drop_missing_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -169,19 +171,19 @@ def drop_missing_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[s
     return iter(rows) if isinstance(rows, list) else map(_drop_none_values, rows)
 
 
-def _drop_none_values(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _drop_none_values(each) for name, each in value.items() if each is not None}
-    return [_drop_none_values(each) for each in value] if isinstance(value, (list, tuple)) else value
+def _drop_none_values(nested: Any) -> Any:
+    if isinstance(nested, Mapping):
+        return {name: _drop_none_values(each) for name, each in nested.items() if each is not None}
+    return [_drop_none_values(each) for each in nested] if isinstance(nested, (list, tuple)) else nested
 
 
-def _to_answer_messages(value: Any, field: str) -> list[Message]:
+def _to_answer_messages(answer: Any, field_name: str) -> list[Message]:
     return _normalize_messages(
-        value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field
+        answer if isinstance(answer, (list, tuple)) else [{"role": ANSWER, "content": answer}], field_name
     )
 
 
-def _normalize_messages(messages: Sequence[Any], field: str) -> list[Message]:
+def _normalize_messages(messages: Sequence[Any], field_name: str) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         role = content = None
@@ -191,40 +193,41 @@ def _normalize_messages(messages: Sequence[Any], field: str) -> list[Message]:
         calls = message.get(CALLS) if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not (isinstance(content, (str, list)) or (content is None and calls)):
             raise InputError(
-                f"Each message in the field {field!r} must have a role and a text, but got {message!r:.80}.",
+                f"Each message in the field {field_name!r} must have a role and a text, but got {message!r:.80}.",
                 remedy='Write messages such as {"role": "user", "content": "words"}.',
             )
         assert isinstance(message, Mapping)
-        content = _join_text_parts(content, message, field) if isinstance(content, list) else content
+        content = _join_text_parts(content, message, field_name) if isinstance(content, list) else content
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
         if calls:
             others[CALLS] = [_parse_tool_call_arguments(call) for call in calls]
         weight = others.get(WEIGHT, 1)
         if weight not in (0, 1):
             raise InputError(
-                f"The weight of each message in the field {field!r} must be 0 or 1, but got {weight!r}.",
+                f"The weight of each message in the field {field_name!r} must be 0 or 1, but got {weight!r}.",
                 remedy="Use weight 1 to train on an answer, or weight 0 to exclude the answer from the loss.",
             )
         found.append({**others, "role": ROLES.get(role, role), "content": content})
     return found
 
 
-def _parse_tool_call_arguments(call: Any) -> Any:
+def _parse_tool_call_arguments(tool_call: Any) -> Any:
     """Parse the JSON arguments of a tool call, because chat templates expect an object."""
-    if not isinstance(call, Mapping):
-        return call
+    if not isinstance(tool_call, Mapping):
+        return tool_call
     return {
         name: _parse_json_if_valid(v) if name == "arguments" else _parse_tool_call_arguments(v)
-        for name, v in call.items()
+        for name, v in tool_call.items()
     }
 
 
-def _join_text_parts(parts: Sequence[Any], message: Message, field: str) -> str:
+def _join_text_parts(content_parts: Sequence[Any], message: Message, field_name: str) -> str:
     """Join the text parts of a message to one string. Raises InputError for other parts, such as images."""
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content_parts]
     if not all(isinstance(text, str) for text in texts):
         raise InputError(
-            f"Conversations support only text, but a message in the field {field!r} has other parts: {message!r:.80}.",
+            f"Conversations support only text, but a message in the field {field_name!r} has other parts: "
+            f"{message!r:.80}.",
             remedy="Remove all parts that are not text, such as images.",
         )
     return "".join(cast(list[str], texts))
@@ -243,47 +246,53 @@ class ConversationTokenizer:
     """Converts conversations to token ids and labels with a chat template.
 
     Args:
-        tokens: Tokenizer.
-        template: Jinja template of a conversation.
+        text_tokenizer: Tokenizer.
+        chat_template: Jinja template of a conversation.
         train_on: Tokens with labels. "answers": all messages of the assistant; "last": the last message, if it is an
             answer; "all": all tokens.
         max_length: Maximum number of tokens. Further tokens are dropped.
         checked: Sequences of roles that are known to be rendered completely by the template.
     """
 
-    tokens: TextTokenizer
-    template: str
+    text_tokenizer: TextTokenizer
+    chat_template: str
     train_on: str
     max_length: int
     checked: set[Any] = field(default_factory=set)
 
     @classmethod
-    def from_options(cls, data: DataOptions, tokenizer: TextTokenizer) -> ConversationTokenizer:
+    def from_options(cls, data_options: DataOptions, text_tokenizer: TextTokenizer) -> ConversationTokenizer:
         """Create a ConversationTokenizer with the configured chat template, or with that of the tokenizer."""
-        template = _load_chat_template(data.chat_template) or getattr(tokenizer.tokenizer, "chat_template", None)
+        template = _load_chat_template(data_options.chat_template) or getattr(
+            text_tokenizer.hf_tokenizer, "chat_template", None
+        )
         if isinstance(template, dict):
             template = template.get("default")
-        if template is None and tokenizer.is_byte_level:
+        if template is None and text_tokenizer.is_byte_level:
             template = CHATML
         if template is None:
             raise ConfigError(
-                f"Conversations require a chat template, but the tokenizer {tokenizer.name!r} has none.",
+                f"Conversations require a chat template, but the tokenizer {text_tokenizer.name!r} has none.",
                 remedy="Set data.chat_template to 'chatml', to a file with a Jinja template, or to 'none' to join the "
                 "messages without separators.",
             )
-        if tokenizer.tokenizer is not None:
-            tokenizer.tokenizer.chat_template = template
-        return cls(tokenizer, template, data.train_on, data.sequence_length)
+        if text_tokenizer.hf_tokenizer is not None:
+            text_tokenizer.hf_tokenizer.chat_template = template
+        return cls(text_tokenizer, template, data_options.train_on, data_options.sequence_length)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **template_kwargs: Any
+    ) -> str:
         """Render a conversation as text. If ``add_generation_prompt`` is True, the start of an answer is added."""
         try:
-            if self.tokens.tokenizer is None:
-                compiled = _compile_template(self.template)
-                return str(compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **options))
+            if self.text_tokenizer.hf_tokenizer is None:
+                compiled = _compile_template(self.chat_template)
+                return str(
+                    compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+                )
             return str(
-                self.tokens.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                self.text_tokenizer.hf_tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
                 )
             )
         except Exception as error:  # templates raise their own errors
@@ -293,40 +302,47 @@ class ConversationTokenizer:
                 remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
-    def encode(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[int]]:
+    def encode(self, messages: Sequence[Message], **template_kwargs: Any) -> tuple[list[int], list[int]]:
         """Return the token ids and labels of a conversation. Labels are -100 outside the trained messages.
 
         Args:
             messages: Conversation.
-            options: Further variables of the template, such as ``tools``.
+            template_kwargs: Further variables of the template, such as ``tools``.
 
         Raises:
             InputError: The template does not render an answer as a continuation of its prompt.
         """
-        text = self.render(messages, **options)
-        self._check_all_messages_rendered(messages, text, options)
+        text = self.render(messages, **template_kwargs)
+        self._check_all_messages_rendered(messages, text, template_kwargs)
         if self.train_on == "all":
-            ids = self.tokens.encode(text)
+            ids = self.text_tokenizer.encode(text)
             is_trained = [True] * len(ids)
         else:
-            ids, is_trained = self.tokens.encode_spans(text, self._find_answer_spans(messages, text, options))
-        if self.template == NONE and self.tokens.end is not None:
-            ids, is_trained = [*ids, self.tokens.end], [*is_trained, True]
+            ids, is_trained = self.text_tokenizer.encode_with_span_mask(
+                text, self._find_answer_spans(messages, text, template_kwargs)
+            )
+        if self.chat_template == NONE and self.text_tokenizer.eos_token_id is not None:
+            ids, is_trained = [*ids, self.text_tokenizer.eos_token_id], [*is_trained, True]
         labels = [token if trained else IGNORED for token, trained in zip(ids, is_trained, strict=True)]
         return ids[: self.max_length], labels[: self.max_length]
 
-    def _check_all_messages_rendered(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> None:
+    def _check_all_messages_rendered(
+        self, messages: Sequence[Message], text: str, template_kwargs: dict[str, Any]
+    ) -> None:
         """Raise InputError if the chat template ignores one of the messages or the tools."""
-        key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *options)
+        key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *template_kwargs)
         if key in self.checked:
             return
-        ignored = next((name for name in options if self.render(messages, **{**options, name: []}) == text), None)
+        ignored = next(
+            (name for name in template_kwargs if self.render(messages, **{**template_kwargs, name: []}) == text), None
+        )
         for index, message in enumerate(messages):
             content, calls = message["content"] or "", message.get(CALLS)
             other = {**message, CALLS: []} if calls else {**message, "content": f"{content} x"}
             first, second = (
                 self.render(
-                    [*messages[:index], {**each, "content": each["content"] or ""}, *messages[index + 1 :]], **options
+                    [*messages[:index], {**each, "content": each["content"] or ""}, *messages[index + 1 :]],
+                    **template_kwargs,
                 )
                 for each in (message, other)
             )
@@ -340,7 +356,7 @@ class ConversationTokenizer:
         self.checked.add(key)
 
     def _find_answer_spans(
-        self, messages: Sequence[Message], text: str, options: dict[str, Any]
+        self, messages: Sequence[Message], text: str, template_kwargs: dict[str, Any]
     ) -> list[tuple[int, int]]:
         """Return the character spans of the answers in a rendered conversation, including their end markers."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ANSWER]
@@ -349,8 +365,8 @@ class ConversationTokenizer:
         answers = [index for index in answers if _contributes_to_loss(messages[index])]
         spans = []
         for index in answers:
-            prompt = self.render(messages[:index], add_generation_prompt=True, **options)
-            until = self.render(messages[: index + 1], **options) if index + 1 < len(messages) else text
+            prompt = self.render(messages[:index], add_generation_prompt=True, **template_kwargs)
+            until = self.render(messages[: index + 1], **template_kwargs) if index + 1 < len(messages) else text
             if not (text.startswith(until) and until.startswith(prompt)):
                 raise InputError(
                     f"With this chat template, message {index + 1} of a conversation changes how earlier messages are "
@@ -362,26 +378,26 @@ class ConversationTokenizer:
         return spans
 
 
-def _contributes_to_loss(answer: Message) -> bool:
+def _contributes_to_loss(message: Message) -> bool:
     """Return False for answers that do not contribute to the loss: empty answers and those with a weight of 0."""
-    return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
+    return message.get(WEIGHT, 1) != 0 and bool(message.get(CALLS) or (message["content"] or "").strip())
 
 
-def _load_chat_template(name: str | None) -> str | None:
-    if name is None or name in TEMPLATES:
-        return None if name is None else TEMPLATES[name]
+def _load_chat_template(name_or_path: str | None) -> str | None:
+    if name_or_path is None or name_or_path in TEMPLATES:
+        return None if name_or_path is None else TEMPLATES[name_or_path]
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
+        return Path(name_or_path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
-            f"The chat template {name!r} cannot be read: {reason}.",
+            f"The chat template {name_or_path!r} cannot be read: {reason}.",
             remedy="Set data.chat_template to 'chatml', 'none', or the path of a file with a Jinja template.",
         ) from error
 
 
 @cache
-def _compile_template(template: str) -> Any:
+def _compile_template(template_source: str) -> Any:
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -390,13 +406,13 @@ def _compile_template(template: str) -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = raise_exception  # as in transformers
-    return environment.from_string(template)
+    return environment.from_string(template_source)
 
 
 def encode_conversations(
-    rows: Iterable[Mapping[str, Any]], data: DataOptions, chat: ConversationTokenizer
+    rows: Iterable[Mapping[str, Any]], data_options: DataOptions, conversation_tokenizer: ConversationTokenizer
 ) -> Iterator[TokenizedSample]:
-    """Tokenize conversations, and skip those whose first ``data.sequence_length`` tokens contain no label.
+    """Tokenize conversations, and skip those whose first ``data_options.sequence_length`` tokens contain no label.
 
     Raises:
         InputError: No row has a label.
@@ -404,7 +420,9 @@ def encode_conversations(
     has_any = False
     for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
-            ids, labels = chat.encode(read_conversation(row, data), **get_chat_template_kwargs(row))
+            ids, labels = conversation_tokenizer.encode(
+                extract_messages(row, data_options), **get_chat_template_kwargs(row)
+            )
         except InputError as error:
             raise InputError(
                 f"Row {number} of the data is invalid: {error.what}.", rule=error.rule, remedy=error.remedy
@@ -414,6 +432,6 @@ def encode_conversations(
             yield TokenizedSample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
     if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
-            f"No row has an answer within its first {data.sequence_length} tokens.",
+            f"No row has an answer within its first {data_options.sequence_length} tokens.",
             remedy="Increase data.sequence_length, or set data.train_on = 'all' to train on all tokens.",
         )

@@ -31,14 +31,14 @@ BICUBIC = 3
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Resizes an image to ``size`` x ``size`` pixels and normalizes its channels."""
+    """Resizes an image to ``image_size`` x ``image_size`` pixels and normalizes its channels."""
 
-    size: int
+    image_size: int
     mean: Sequence[float] = HALF
     std: Sequence[float] = HALF
 
     @classmethod
-    def for_model(cls, model_name: str, image_size: int | None) -> ImageTransform:
+    def from_pretrained(cls, model_name: str, image_size: int | None) -> ImageTransform:
         """Create the transform of a model, with the mean and standard deviation from its preprocessor_config.json.
 
         ``image_size`` is the image size in pixels from the model's config, or None for the default of 224.
@@ -50,19 +50,21 @@ class ImageTransform:
         settings = json.loads(file.read_text(encoding="utf-8"))
         return cls(image_size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """Write a preprocessor_config.json, so that transformers preprocesses images in the same way as this class."""
-        side = {"height": self.size, "width": self.size}
+        side = {"height": self.image_size, "width": self.image_size}
         settings = {
             "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
             "do_rescale": True, "rescale_factor": 1 / 255,
             "do_normalize": True, "image_mean": list(self.mean), "image_std": list(self.std),
         }  # fmt: skip
-        Path(folder, FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        Path(save_directory, FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     def __call__(self, image: Any) -> Tensor:
         """Convert a PIL image to a normalized tensor of shape (channels, height, width)."""
-        pixels_HWC = numpy.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=numpy.float32) / 255
+        pixels_HWC = (
+            numpy.asarray(image.convert("RGB").resize((self.image_size, self.image_size)), dtype=numpy.float32) / 255
+        )
         scaled_HWC = (pixels_HWC - numpy.asarray(self.mean, numpy.float32)) / numpy.asarray(self.std, numpy.float32)
         return torch.from_numpy(scaled_HWC.transpose(2, 0, 1).copy())
 
@@ -96,8 +98,8 @@ def tokenize_and_concatenate(texts: Sequence[str], tokenizer: TextTokenizer) -> 
     """Tokenize texts and concatenate them into one token sequence, separated by end-of-sequence tokens."""
     row: list[int] = []
     for number, text in enumerate(texts):
-        if number and tokenizer.end is not None:
-            row.append(tokenizer.end)
+        if number and tokenizer.eos_token_id is not None:
+            row.append(tokenizer.eos_token_id)
         row.extend(tokenizer.encode(text))
     return row
 
@@ -113,40 +115,40 @@ class TokenBlockDataset(Dataset[dict[str, Tensor]]):
     """Data set that splits one long token sequence into consecutive blocks of equal length.
 
     Args:
-        row: Token sequence. Tokens after the last full block are dropped.
-        length: Number of tokens per block.
+        token_ids: Token sequence. Tokens after the last full block are dropped.
+        block_size: Number of tokens per block.
         task: "causal": the labels are the tokens, which the model shifts. "masked": 15 % of the tokens are masked at
             random whenever a block is read. "sequence_to_sequence": the first half of a block is the source, and the
             second half is the target.
-        tokens: Tokenizer.
+        tokenizer: Tokenizer.
     """
 
-    row: Tensor
-    length: int
+    token_ids: Tensor
+    block_size: int
     task: str
-    tokens: TextTokenizer
+    tokenizer: TextTokenizer
 
     def __len__(self) -> int:
-        return len(self.row) // self.length
+        return len(self.token_ids) // self.block_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids_S = self.row[index * self.length : (index + 1) * self.length].long()
+        ids_S = self.token_ids[index * self.block_size : (index + 1) * self.block_size].long()
         if self.task == "masked":
-            return mask_tokens(ids_S, self.tokens)
-        half = self.length // 2
+            return mask_tokens(ids_S, self.tokenizer)
+        half = self.block_size // 2
         is_causal = self.task == "causal"
         return {"input_ids": ids_S if is_causal else ids_S[:half], "labels": ids_S if is_causal else ids_S[half:]}
 
 
 def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
     """Mask at least one random token of a sequence as in BERT, and return the input ids and the labels."""
-    assert tokenizer.mask is not None
+    assert tokenizer.mask_token_id is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
     chosen_S[torch.randint(len(ids_S), ())] = True  # a sample without masked tokens would have no loss
     uniform_S = torch.rand(ids_S.shape)
-    random_S = torch.randint(tokenizer.size, ids_S.shape)
+    random_S = torch.randint(tokenizer.vocab_size, ids_S.shape)
     hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE, random_S, ids_S)
-    hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE - OTHER_SHARE, tokenizer.mask, hidden_S)
+    hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE - OTHER_SHARE, tokenizer.mask_token_id, hidden_S)
     return {"input_ids": torch.where(chosen_S, hidden_S, ids_S), "labels": torch.where(chosen_S, ids_S, IGNORED)}
 
 
@@ -159,9 +161,9 @@ class TextDataset(Dataset[dict[str, Any]]):
 
     texts: Sequence[str]
     labels: Sequence[Any]
-    tokens: TextTokenizer
+    tokenizer: TextTokenizer
     max_length: int
-    pairs: Sequence[str] | None = None
+    text_pairs: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -169,9 +171,9 @@ class TextDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         labels: Any = self.labels[index]
         if isinstance(labels, str):
-            labels = self.tokens.encode_with_special_tokens(labels, None, self.max_length)["input_ids"]
-        pair = self.pairs[index] if self.pairs is not None else None
-        return {**self.tokens.encode_with_special_tokens(self.texts[index], pair, self.max_length), "labels": labels}
+            labels = self.tokenizer.encode_with_special_tokens(labels, None, self.max_length)["input_ids"]
+        pair = self.text_pairs[index] if self.text_pairs is not None else None
+        return {**self.tokenizer.encode_with_special_tokens(self.texts[index], pair, self.max_length), "labels": labels}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +185,7 @@ class TokenClassificationDataset(Dataset[dict[str, Any]]):
 
     words: Sequence[Sequence[str]]
     labels: Sequence[Sequence[int]]
-    tokens: TextTokenizer
+    tokenizer: TextTokenizer
     max_length: int
 
     def __post_init__(self) -> None:
@@ -198,7 +200,7 @@ class TokenClassificationDataset(Dataset[dict[str, Any]]):
         return len(self.words)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        ids, words = self.tokens.encode_words(self.words[index], self.max_length)
+        ids, words = self.tokenizer.encode_words(self.words[index], self.max_length)
         before = [None, *words[:-1]]
         labels = [
             IGNORED if word is None or word == previous else self.labels[index][word]
@@ -278,7 +280,7 @@ def stream_token_blocks(
                 f"The field {field!r} must be a string, but row {number} of the data has {text!r:.60}.",
                 remedy="Correct or remove that row, or set data.text to another field.",
             )
-        rest += tokens.encode(text) + ([] if tokens.end is None else [tokens.end])
+        rest += tokens.encode(text) + ([] if tokens.eos_token_id is None else [tokens.eos_token_id])
         count = len(rest) // length
         blocks = TokenBlockDataset(torch.tensor(rest[: count * length], dtype=torch.int32), length, task, tokens)
         yield from (blocks[index] for index in range(count))
@@ -287,16 +289,16 @@ def stream_token_blocks(
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """Collate function that pads token ids with ``pad``, attention masks with 0, and labels with -100.
+    """Collate function that pads token ids with ``pad_token_id``, attention masks with 0, and labels with -100.
 
     Rows of several documents have ``position_ids`` instead of an attention mask. The key-value cache is disabled for
     them, because with a cache transformers does not mask attention between documents.
     """
 
-    pad: int
+    pad_token_id: int
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        fill = {"input_ids": self.pad, "labels": IGNORED}
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED}
         batch = {key: _pad_column([sample[key] for sample in samples], fill.get(key, 0)) for key in samples[0]}
         if "position_ids" in batch:
             return {**batch, "use_cache": False}
@@ -304,10 +306,10 @@ class PaddingCollator:
         return batch
 
 
-def _pad_column(values: Sequence[Any], padding_value: int) -> Tensor:
-    if not isinstance(values[0], (list, Tensor)):
-        return torch.tensor(values)
-    rows = [torch.as_tensor(value) for value in values]
+def _pad_column(column_values: Sequence[Any], padding_value: int) -> Tensor:
+    if not isinstance(column_values[0], (list, Tensor)):
+        return torch.tensor(column_values)
+    rows = [torch.as_tensor(value) for value in column_values]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding_value)
 
 
@@ -318,7 +320,7 @@ TASKS_OF_LABELS = {
 """Type of the labels -> remedy, if they are not classes."""
 
 
-def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
+def infer_label_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
     """Return the sorted list of classes that occur in the labels.
 
     ``class_names`` are the class names of the model or data set. If they include all labels, they are the classes, in
@@ -358,9 +360,11 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
     return [index_of_class[label] for label in labels]
 
 
-def encode_label_lists(labels: Sequence[Sequence[Any]], classes: Sequence[Any], is_validation: bool) -> list[list[int]]:
+def encode_label_lists(
+    label_lists: Sequence[Sequence[Any]], classes: Sequence[Any], is_validation: bool
+) -> list[list[int]]:
     """Convert the labels of each sample to their indices in ``classes``, for samples with several labels."""
-    return [encode_labels(row, classes, is_validation) for row in labels]
+    return [encode_labels(row, classes, is_validation) for row in label_lists]
 
 
 # S sequence
@@ -427,8 +431,8 @@ class LengthGroupedSampler(Sampler[int]):
         batch_size: Global batch size.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
-        self.lengths, self.batch_size = list(lengths), batch_size
+    def __init__(self, sample_lengths: Sequence[int], batch_size: int) -> None:
+        self.lengths, self.batch_size = list(sample_lengths), batch_size
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -35,18 +35,19 @@ class RankMemoryEstimate:
     Args:
         coords: Coordinates of the rank on the mesh axes.
         persistent_bytes: Memory that is used during the whole run, such as parameters and optimizer states.
-        step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
+        step_peak_bytes: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing
+            failed.
     """
 
     coords: dict[str, int]
     persistent_bytes: MemoryEstimate
-    step: int | None
+    step_peak_bytes: int | None
 
     @property
     def peak_bytes(self) -> float | None:
         """Peak memory on the device in bytes, or None if tracing failed. The peak of a step includes gradients."""
         kept = self.persistent_bytes
-        return None if self.step is None else kept.total + max(self.step - kept.gradients, 0)
+        return None if self.step_peak_bytes is None else kept.total + max(self.step_peak_bytes - kept.gradients, 0)
 
 
 @dataclass(frozen=True)
@@ -54,39 +55,46 @@ class DryRunReport:
     """Report on the model, data, layout and memory of a run, which ``shardformer train --dry-run`` prints.
 
     Args:
-        sizes: Size of each mesh axis.
-        ranks: Memory of the ranks of one data-parallel replica.
-        alone: Memory of the same run in a single process, or None if the run has only one process.
+        axis_sizes: Size of each mesh axis.
+        rank_estimates: Memory of the ranks of one data-parallel replica.
+        single_process_estimate: Memory of the same run in a single process, or None if the run has only one process.
         device: Name of the device of this machine.
         free_bytes: Free memory of the device in bytes, or None if it is unknown.
-        why_untraced: Reason why the memory of a step is unknown, or "".
+        untraced_reason: Reason why the memory of a step is unknown, or "".
     """
 
     summary: RunSummary
     layout: ParallelConfig
-    sizes: dict[str, int]
+    axis_sizes: dict[str, int]
     description: str
-    ranks: list[RankMemoryEstimate]
-    alone: RankMemoryEstimate | None
+    rank_estimates: list[RankMemoryEstimate]
+    single_process_estimate: RankMemoryEstimate | None
     device: str
     free_bytes: int | None
-    why_untraced: str = ""
+    untraced_reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict that can be written as JSON."""
 
-        def memory(rank: RankMemoryEstimate) -> dict[str, Any]:
-            return {**rank.coords, **asdict(rank.persistent_bytes), "step": rank.step, "peak": rank.peak_bytes}
+        def rank_estimate_to_dict(estimate: RankMemoryEstimate) -> dict[str, Any]:
+            return {
+                **estimate.coords,
+                **asdict(estimate.persistent_bytes),
+                "step": estimate.step_peak_bytes,
+                "peak": estimate.peak_bytes,
+            }
 
         return {
             **asdict(self.summary),
-            "sizes": self.sizes,
+            "sizes": self.axis_sizes,
             "parallel": self.layout.to_dict(),
-            "bytes_per_rank": [memory(rank) for rank in self.ranks],
-            "bytes_in_one_process": None if self.alone is None else memory(self.alone),
+            "bytes_per_rank": [rank_estimate_to_dict(rank) for rank in self.rank_estimates],
+            "bytes_in_one_process": None
+            if self.single_process_estimate is None
+            else rank_estimate_to_dict(self.single_process_estimate),
             "device": self.device,
             "free_bytes": self.free_bytes,
-            "why_untraced": self.why_untraced or None,
+            "why_untraced": self.untraced_reason or None,
         }
 
 
@@ -113,13 +121,13 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     return DryRunReport(
         summary=RunSummary.from_config(config, data, lazy_model),
         layout=layout,
-        sizes=sizes,
+        axis_sizes=sizes,
         description=description,
-        ranks=ranks,
-        alone=alone,
+        rank_estimates=ranks,
+        single_process_estimate=alone,
         device=device,
         free_bytes=free_bytes,
-        why_untraced=why_untraced,
+        untraced_reason=why_untraced,
     )
 
 
@@ -146,8 +154,8 @@ class _MemoryEstimator:
         why_untraced: Reason why a step could not be traced, or "".
     """
 
-    def __init__(self, config: TrainConfig, data: TrainingData) -> None:
-        self._config, self._data, self._saved = config, data, load_model_config(config)
+    def __init__(self, config: TrainConfig, training_data: TrainingData) -> None:
+        self._config, self._data, self._saved = config, training_data, load_model_config(config)
         self._make_optimizer: Callable[..., Any] = build_optimizer_factory(config.optimizer)
         self._shapes: dict[Any, dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
         self.description = self.why_untraced = ""
@@ -157,7 +165,7 @@ class _MemoryEstimator:
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
         context = reshape_tensor_axis(make_fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), enable_fake_tensors():
-            unsharded = build_model(self._config, self._data, self._saved, lazy=False)
+            unsharded = build_model(self._config, self._data, self._saved, lazy_init=False)
             unsharded = freeze_and_add_lora(self._config, unsharded)
             of_params = self._make_optimizer(unsharded)
             model = shard_model(unsharded, config=layout.make_shard_config(context)).train()
@@ -175,10 +183,10 @@ class _MemoryEstimator:
         samples = self._data.get_first_samples(max(-(-batch_size // sizes["data"]), 1))
         step_dtype = MixedPrecision.from_value(layout.precision).dtype or torch.float32
         with torch.random.fork_rng(devices=[]), enable_fake_tensors() as fake:  # in the dtype of a step
-            unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
+            unsharded = build_model(self._config, self._data, self._saved, lazy_init=False, dtype=step_dtype)
             unsharded = freeze_and_add_lora(self._config, unsharded)
             model = shard_model(unsharded, config=layout.make_shard_config(context)).train()
-            batch = fake((self._data.collate or collate_samples)(samples))
+            batch = fake((self._data.collate_fn or collate_samples)(samples))
             shapes = self._shapes.setdefault((layout.pipe, coords["tensor"]), {})
             step, why_untraced = _trace_peak_memory(model, layout, self._data, batch, shapes)
         self.why_untraced = self.why_untraced or why_untraced
@@ -186,7 +194,7 @@ class _MemoryEstimator:
 
 
 def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, sent_shapes: dict[Any, Any]
+    model: Any, layout: ParallelConfig, training_data: TrainingData, batch: Any, sent_shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Trace a training step, and return its peak memory in bytes, excluding the parameters.
 
@@ -196,7 +204,7 @@ def _trace_peak_memory(
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         with MemoryTracker([*model.parameters()]) as tracker:
-            pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
+            pipeline = make_pipeline(model, layout, training_data.loss_fn, training_data.loss_weight)
             if layout.pipe > 1:
                 pipeline.exchange.given = dict(sent_shapes)
             pipeline.step(batch)

@@ -32,32 +32,32 @@ from shardformer.train_command.datasets import (
     TokenizedDataset,
     encode_label_lists,
     encode_labels,
-    list_classes,
+    infer_label_classes,
     stream_token_blocks,
     tokenize_and_concatenate,
 )
 from shardformer.train_command.preference import (
+    DPOLoss,
     PreferenceCollator,
     PreferenceDataset,
-    PreferenceLoss,
     build_preference_dataset,
     count_batch_samples,
 )
 from shardformer.train_command.read_rows import (
     DatasetRows,
+    get_column,
     get_data_source_names,
+    get_label_column,
+    get_number_column,
+    get_text_column,
+    get_word_list_column,
     infer_data_format,
     mix_streams,
     read_data_sources,
-    read_field,
-    read_label_field,
-    read_number_field,
-    read_text_field,
-    read_word_field,
     to_image_source,
 )
 from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
-from shardformer.training.sample_order import length_or_none
+from shardformer.training.sample_order import get_length_or_none
 
 PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "multi_label_classification"}
 """Task -> ``problem_type`` in transformers' configs."""
@@ -69,54 +69,56 @@ class TrainingData:
 
     Args:
         title: Description for reports.
-        train: Data set of training samples.
-        validation: Data set of validation samples, or None.
-        collate: Function that collates samples into a batch, or None for the default of ``ShardedDataLoader``.
-        tokens: Tokenizer, or None for images.
+        train_dataset: Data set of training samples.
+        validation_dataset: Data set of validation samples, or None.
+        collate_fn: Function that collates samples into a batch, or None for the default of ``ShardedDataLoader``.
+        tokenizer: Tokenizer, or None for images.
         classes: Class names, or None.
         problem_type: ``problem_type`` in the model's config, which selects its loss, or None.
         sampler: Sampler that determines the order of an epoch, or None for a random or sequential order.
-        skipped: Text that reports how many rows are left out, or "".
+        skipped_rows_message: Text that reports how many rows are left out, or "".
         loss_fn: Loss function of the task, or None for the loss of the model.
         loss_weight: Function that returns the weight of a micro-batch for ``loss_fn``, or None.
-        preferences: Data sets whose reference log-probabilities are computed before training.
-        adds_end: Whether texts are tokenized one by one with special tokens.
+        preference_datasets: Data sets whose reference log-probabilities are computed before training.
+        add_end_token: Whether texts are tokenized one by one with special tokens.
         chat_template: Template of the conversations, or None.
     """
 
     title: str
-    train: Any
-    validation: Any = None
-    collate: Callable[[Sequence[Any]], Any] | None = None
-    tokens: TextTokenizer | None = None
+    train_dataset: Any
+    validation_dataset: Any = None
+    collate_fn: Callable[[Sequence[Any]], Any] | None = None
+    tokenizer: TextTokenizer | None = None
     classes: Sequence[Any] | None = None
     transform: ImageTransform | None = None
     problem_type: str | None = None
     sampler: Any = None
-    skipped: str = ""
+    skipped_rows_message: str = ""
     loss_fn: Any = None
     loss_weight: Any = None
-    preferences: Sequence[PreferenceDataset] = ()
-    adds_end: bool = False
+    preference_datasets: Sequence[PreferenceDataset] = ()
+    add_end_token: bool = False
     chat_template: str | None = None
 
     @property
     def num_samples(self) -> int | None:
         """Number of training samples per epoch, or None for a stream."""
-        return length_or_none(self.train)
+        return get_length_or_none(self.train_dataset)
 
-    def get_first_samples(self, count: int) -> list[Any]:
-        """Return the first ``count`` training samples, and repeat samples if the data set has fewer."""
+    def get_first_samples(self, num_first_samples: int) -> list[Any]:
+        """Return the first ``num_first_samples`` training samples, and repeat samples if the data set has fewer."""
         if self.num_samples is None:
-            return list(islice(iter(self.train), count))
-        return [self.train[index % len(self.train)] for index in range(count)]
+            return list(islice(iter(self.train_dataset), num_first_samples))
+        return [self.train_dataset[index % len(self.train_dataset)] for index in range(num_first_samples)]
 
     @property
     def processor(self) -> Any:
         """Tokenizer or image transform to export with the model."""
-        if self.tokens is None:
+        if self.tokenizer is None:
             return self.transform
-        return self.tokens.to_transformers_tokenizer(adds_end_token=self.adds_end, chat_template=self.chat_template)
+        return self.tokenizer.to_transformers_tokenizer(
+            add_end_token=self.add_end_token, chat_template=self.chat_template
+        )
 
 
 def load_data(
@@ -137,17 +139,17 @@ def load_data(
     model, data = config.model, config.data
     tokens = transform = None
     if model.task == "image_classification":
-        transform = ImageTransform.for_model(model.name, image_size)
+        transform = ImageTransform.from_pretrained(model.name, image_size)
     else:
         tokens = load_tokenizer(
             data.tokenizer, model.name, has_random_weights=model.random, trust_remote_code=model.trust_remote_code
         )
-        if model.task == "masked" and tokens.mask is None:
+        if model.task == "masked" and tokens.mask_token_id is None:
             raise ConfigError(
                 f"model.task = 'masked' requires a mask token, but the tokenizer {tokens.name!r} has none.",
                 remedy="Set data.tokenizer to the tokenizer of a masked language model or to 'bytes'.",
             )
-    rows = read_data_sources(config, validation=False)
+    rows = read_data_sources(config, is_validation=False)
     classes = _find_label_classes(config, rows, model_class_names) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
     train = _mix_datasets(config, [builder.build_dataset(each, False) for each in rows])
@@ -156,41 +158,43 @@ def load_data(
     is_preference = model.task == "preference"
     return TrainingData(
         title=", ".join(get_data_source_names(data)),
-        train=train,
-        validation=validation,
-        collate=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
-        tokens=tokens,
+        train_dataset=train,
+        validation_dataset=validation,
+        collate_fn=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
+        tokenizer=tokens,
         classes=classes,
         transform=transform,
         problem_type=PROBLEM_TYPES.get(model.task),
         sampler=_make_length_grouped_sampler(data, train) if data.group_by_length else None,
-        skipped=builder.skipped_rows_message,
-        loss_fn=PreferenceLoss(config.preference) if is_preference else None,
+        skipped_rows_message=builder.skipped_rows_message,
+        loss_fn=DPOLoss(config.preference) if is_preference else None,
         loss_weight=count_batch_samples if is_preference else None,
-        preferences=builder.preferences,
-        adds_end=tokens is not None and adds_end_token(config),
+        preference_datasets=builder.preference_datasets,
+        add_end_token=tokens is not None and should_add_end_token(config),
         chat_template=builder.chat_template,
     )
 
 
-def _load_validation_data(config: TrainConfig, builder: _DatasetBuilder) -> Any:
+def _load_validation_data(config: TrainConfig, dataset_builder: _DatasetBuilder) -> Any:
     """Load the validation data of a run, or return None if the run has none. Errors name the validation data."""
     if not config.data.has_validation_data:
         return None
     try:
-        sources = [builder.build_dataset(each, True) for each in read_data_sources(config, validation=True)]
+        sources = [dataset_builder.build_dataset(each, True) for each in read_data_sources(config, is_validation=True)]
     except InputError as error:
         what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
         raise InputError(what, rule=error.rule, remedy=error.remedy) from error
-    is_stream = length_or_none(sources[0]) is None
+    is_stream = get_length_or_none(sources[0]) is None
     return sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
 
 
 def _make_collator(task: str, tokenizer: TextTokenizer) -> PaddingCollator:
-    return PreferenceCollator(tokenizer.pad) if task == "preference" else PaddingCollator(tokenizer.pad)
+    return (
+        PreferenceCollator(tokenizer.pad_token_id) if task == "preference" else PaddingCollator(tokenizer.pad_token_id)
+    )
 
 
-def adds_end_token(config: TrainConfig) -> bool:
+def should_add_end_token(config: TrainConfig) -> bool:
     """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
     names, task = get_data_source_names(config.data), config.model.task
     is_row = task == "sequence_to_sequence" and infer_data_format(config.data, names) != "text"
@@ -201,44 +205,44 @@ def _mix_datasets(config: TrainConfig, datasets: list[Any]) -> Any:
     weights = config.data.weights
     if weights is None:
         return datasets[0]
-    if length_or_none(datasets[0]) is None:
+    if get_length_or_none(datasets[0]) is None:
         return StreamedDataset(
             mix_streams([source.rows for source in datasets], weights, config.seed), datasets[0].make
         )
     return MixedDataset(datasets, weights)
 
 
-def _make_length_grouped_sampler(data: DataOptions, train_dataset: Any) -> LengthGroupedSampler:
+def _make_length_grouped_sampler(data_options: DataOptions, train_dataset: Any) -> LengthGroupedSampler:
     if isinstance(train_dataset, (TokenBlockDataset, ImageDataset)):
         raise ConfigError(
             "data.group_by_length = true has no effect, because all samples have the same length.",
             remedy="Remove data.group_by_length.",
         )
     return LengthGroupedSampler(
-        [len(train_dataset[index]["input_ids"]) for index in range(len(train_dataset))], data.batch_size
+        [len(train_dataset[index]["input_ids"]) for index in range(len(train_dataset))], data_options.batch_size
     )
 
 
 def _find_label_classes(
-    config: TrainConfig, sources: Sequence[DatasetRows], model_class_names: Sequence[str]
+    config: TrainConfig, row_sources: Sequence[DatasetRows], model_class_names: Sequence[str]
 ) -> list[Any]:
     """Return the classes that occur in the training data, in the order of their indices."""
     labels: list[Any] = []
     names: list[str] = []
-    for rows in sources:
-        found, names_of_source = read_label_field(rows, config.data.label)
+    for rows in row_sources:
+        found, names_of_source = get_label_column(rows, config.data.label)
         labels += found
         names = names or names_of_source
     if config.model.task in ("token_classification", "multi_label_classification"):
         labels = _flatten_label_lists(labels, config.data.label)
-    return list_classes(labels, model_class_names if set(names) <= set(model_class_names) else names)
+    return infer_label_classes(labels, model_class_names if set(names) <= set(model_class_names) else names)
 
 
-def _flatten_label_lists(labels: Sequence[Any], field: str) -> list[Any]:
+def _flatten_label_lists(labels: Sequence[Any], field_name: str) -> list[Any]:
     for number, label in enumerate(labels, start=1):
         if not isinstance(label, (list, tuple)):
             raise InputError(
-                f"The field {field!r} must be a list of labels, but row {number} of the data has {label!r:.60}.",
+                f"The field {field_name!r} must be a list of labels, but row {number} of the data has {label!r:.60}.",
                 remedy="Correct the data, or set model.task = 'classification' for one label per row.",
             )
     return [each for label in labels for each in label]
@@ -249,58 +253,58 @@ class _DatasetBuilder:
     """Converts rows of data to data sets of training samples for the task of a run."""
 
     config: TrainConfig
-    tokens: TextTokenizer | None
+    tokenizer: TextTokenizer | None
     transform: ImageTransform | None
     classes: Sequence[Any] | None
     num_skipped: int = 0
     num_rows: int = 0
-    preferences: list[PreferenceDataset] = field(default_factory=list)
+    preference_datasets: list[PreferenceDataset] = field(default_factory=list)
     chat_template: str | None = None
 
     def build_dataset(self, rows: DatasetRows, is_validation: bool) -> Any:
         """Convert rows of the training or validation data to a data set of samples."""
         data, task = self.config.data, self.config.model.task
         if self.transform is not None:
-            images = [to_image_source(each) for each in read_field(rows, data.image)]
-            return ImageDataset(images, self._read_class_indices(rows, is_validation), self.transform)
-        assert self.tokens is not None
+            images = [to_image_source(each) for each in get_column(rows, data.image)]
+            return ImageDataset(images, self._get_class_indices(rows, is_validation), self.transform)
+        assert self.tokenizer is not None
         if data.streaming:
-            return self._build_streamed_dataset(rows, self.tokens)
+            return self._build_streamed_dataset(rows, self.tokenizer)
         if task == "preference":
-            preferences = build_preference_dataset(rows, data, self._make_conversation_tokenizer(self.tokens))
+            preferences = build_preference_dataset(rows, data, self._make_conversation_tokenizer(self.tokenizer))
             self._count_skipped_rows(preferences, rows)
-            self.preferences.append(preferences)
+            self.preference_datasets.append(preferences)
             return preferences
-        is_text = infer_data_format(data, get_data_source_names(data, validation=is_validation)) == "text"
+        is_text = infer_data_format(data, get_data_source_names(data, is_validation=is_validation)) == "text"
         if task in ("causal", "masked") or is_text:
-            return self._build_language_modeling_dataset(rows, self.tokens)
+            return self._build_language_modeling_dataset(rows, self.tokenizer)
         if task == "token_classification":
-            words = read_word_field(rows, data.text, "data.text")
-            indices = self._read_class_index_lists(rows, is_validation)
-            return TokenClassificationDataset(words, indices, self.tokens, data.sequence_length)
-        texts = read_text_field(rows, data.text, "data.text")
-        pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
-        return TextDataset(texts, self._read_labels(rows, is_validation), self.tokens, data.sequence_length, pairs)
+            words = get_word_list_column(rows, data.text, "data.text")
+            indices = self._get_class_index_lists(rows, is_validation)
+            return TokenClassificationDataset(words, indices, self.tokenizer, data.sequence_length)
+        texts = get_text_column(rows, data.text, "data.text")
+        pairs = get_text_column(rows, data.pair, "data.pair") if data.pair is not None else None
+        return TextDataset(texts, self._get_labels(rows, is_validation), self.tokenizer, data.sequence_length, pairs)
 
-    def _read_labels(self, rows: DatasetRows, is_validation: bool) -> Sequence[Any]:
+    def _get_labels(self, rows: DatasetRows, is_validation: bool) -> Sequence[Any]:
         data, task = self.config.data, self.config.model.task
         if task == "sequence_to_sequence":
-            return read_text_field(rows, data.target, "data.target")
+            return get_text_column(rows, data.target, "data.target")
         if task == "regression":
-            return read_number_field(rows, data.label, "data.label")
+            return get_number_column(rows, data.label, "data.label")
         if task == "multi_label_classification":
             assert self.classes is not None
-            indices = self._read_class_index_lists(rows, is_validation)
+            indices = self._get_class_index_lists(rows, is_validation)
             return [[float(number in row) for number in range(len(self.classes))] for row in indices]
-        return self._read_class_indices(rows, is_validation)
+        return self._get_class_indices(rows, is_validation)
 
-    def _read_class_indices(self, rows: DatasetRows, is_validation: bool) -> list[int]:
+    def _get_class_indices(self, rows: DatasetRows, is_validation: bool) -> list[int]:
         assert self.classes is not None
-        return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, is_validation)
+        return encode_labels(get_label_column(rows, self.config.data.label)[0], self.classes, is_validation)
 
-    def _read_class_index_lists(self, rows: DatasetRows, is_validation: bool) -> list[list[int]]:
+    def _get_class_index_lists(self, rows: DatasetRows, is_validation: bool) -> list[list[int]]:
         assert self.classes is not None
-        labels = read_label_field(rows, self.config.data.label)[0]
+        labels = get_label_column(rows, self.config.data.label)[0]
         _flatten_label_lists(labels, self.config.data.label)
         return encode_label_lists(labels, self.classes, is_validation)
 
@@ -311,7 +315,7 @@ class _DatasetBuilder:
             self._count_skipped_rows(samples, rows)
         elif data.packing:
             samples = _tokenize_and_split_texts(
-                read_text_field(rows, data.text, "data.text"), tokenizer, data.sequence_length
+                get_text_column(rows, data.text, "data.text"), tokenizer, data.sequence_length
             )
         else:
             return self._build_token_block_dataset(rows, tokenizer)
@@ -319,7 +323,7 @@ class _DatasetBuilder:
 
     def _make_conversation_tokenizer(self, tokenizer: TextTokenizer) -> ConversationTokenizer:
         chat = ConversationTokenizer.from_options(self.config.data, tokenizer)
-        self.chat_template = chat.template
+        self.chat_template = chat.chat_template
         return chat
 
     def _count_skipped_rows(self, samples: Any, rows: DatasetRows) -> None:
@@ -335,7 +339,7 @@ class _DatasetBuilder:
 
     def _build_token_block_dataset(self, rows: DatasetRows, tokenizer: TextTokenizer) -> TokenBlockDataset:
         data = self.config.data
-        row = tokenize_and_concatenate(read_text_field(rows, data.text, "data.text"), tokenizer)
+        row = tokenize_and_concatenate(get_text_column(rows, data.text, "data.text"), tokenizer)
         if len(row) < data.sequence_length:
             raise InputError(
                 f"The text has only {len(row)} tokens, fewer than data.sequence_length = {data.sequence_length}.",
@@ -355,7 +359,7 @@ class _DatasetBuilder:
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer))
         else:
-            read_text_field([first], data.text, "data.text")
+            get_text_column([first], data.text, "data.text")
             make = partial(
                 stream_token_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokenizer
             )
@@ -370,7 +374,7 @@ def _stream_conversations(rows: Any, *, data: DataOptions, chat: ConversationTok
 
 def _tokenize_and_split_texts(texts: Sequence[str], tokenizer: TextTokenizer, max_length: int) -> list[TokenizedSample]:
     """Tokenize texts, add an end-of-sequence token to each, and split texts with more than ``max_length`` tokens."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = [torch.tensor([*tokenizer.encode(text), *end], dtype=torch.int32) for text in texts]
     pieces = [piece for row in rows for piece in row.split(max_length) if len(piece) > 1]
     if not pieces:

@@ -27,12 +27,12 @@ DECIDED_BY = {
 """Model config fields that a run must not set -> rule and remedy of the error."""
 
 
-def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> Any:
+def load_model_config(config: TrainConfig, default_fields: Fields | None = None) -> Any:
     """Load the transformers config of the model, and apply the fields that the run configuration sets.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json contains such
-    fields, so their values are kept unless the class rejects the combination. ``defaults`` contains values for fields
-    that the run does not set.
+    fields, so their values are kept unless the class rejects the combination. ``default_fields`` contains values for
+    fields that the run does not set.
     """
     model_config, saved = _load_saved_config(config)
     for name, value in config.model.config.items():
@@ -40,7 +40,7 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
             rule, remedy = DECIDED_BY[name]
             raise ConfigError(f"model.config must not set {name} = {value!r:.60}.", rule=rule, remedy=remedy)
     _check_fields_exist(model_config, config.model.config)
-    fields = _add_default_fields(model_config, config.model.config, defaults or {})
+    fields = _add_default_fields(model_config, config.model.config, default_fields or {})
     return _build_config(config, model_config, saved, fields) if fields else model_config
 
 
@@ -73,13 +73,13 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
     return model_config, saved
 
 
-def _get_nested_config(model_config: Any, name: str) -> Any:
+def _get_nested_config(model_config: Any, field_name: str) -> Any:
     """Return the nested config in a field of a model config, or None if the field contains no config."""
-    value = vars(model_config).get(model_config.attribute_map.get(name, name))
+    value = vars(model_config).get(model_config.attribute_map.get(field_name, field_name))
     return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
 
-def _list_field_names(model_config: Any) -> list[str]:
+def _get_field_names(model_config: Any) -> list[str]:
     """Return all field names and aliases of a model config.
 
     A property with a private name, such as ``_attn_implementation``, is listed without the underscore.
@@ -90,18 +90,18 @@ def _list_field_names(model_config: Any) -> list[str]:
     return [*model_config.to_dict(), *model_config.attribute_map, *(name.removeprefix("_") for name in settable)]
 
 
-def _check_fields_exist(model_config: Any, fields: Fields, where: str = "model.config") -> None:
+def _check_fields_exist(model_config: Any, fields: Fields, config_path: str = "model.config") -> None:
     """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
-    known = _list_field_names(model_config)
+    known = _get_field_names(model_config)
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
-                f"{where} sets {field!r}, but the config of {model_config.model_type} has no such field.",
+                f"{config_path} sets {field!r}, but the config of {model_config.model_type} has no such field.",
                 remedy=suggest_similar_names(field, known),
             )
         nested = _get_nested_config(model_config, field)
         if isinstance(value, Mapping) and nested is not None:
-            _check_fields_exist(_get_config_for_model_type(nested, value), value, f"{where}.{field}")
+            _check_fields_exist(_get_config_for_model_type(nested, value), value, f"{config_path}.{field}")
 
 
 def _get_config_for_model_type(nested_config: Any, fields: Fields) -> Any:
@@ -112,12 +112,12 @@ def _get_config_for_model_type(nested_config: Any, fields: Fields) -> Any:
     return transformers.AutoConfig.for_model(model_type) if other else nested_config
 
 
-def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
+def _add_default_fields(model_config: Any, run_fields: Fields, default_fields: Fields) -> dict[str, Any]:
     """Add default values for fields that the run does not set. Fields of a text model go into the text config."""
-    text, known = model_config.get_text_config(), _list_field_names(model_config)
+    text, known = model_config.get_text_config(), _get_field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
-    for name, value in defaults.items():
+    for name, value in default_fields.items():
         if place is None or name in known:
             fields.setdefault(name, value)
         elif isinstance(inside := fields.get(place, {}), Mapping):
@@ -125,30 +125,33 @@ def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields)
     return fields
 
 
-def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
+def _merge_fields(model_config: Any, saved_fields: Fields, changed_fields: Fields) -> dict[str, Any]:
     """Merge changed fields into the saved fields of a model config, and replace aliases by the actual field names."""
     alias = model_config.attribute_map
-    merged = {alias.get(name, name): value for name, value in saved.items()}
-    for name, value in fields.items():
+    merged = {alias.get(name, name): value for name, value in saved_fields.items()}
+    for name, value in changed_fields.items():
         part, before = _get_nested_config(model_config, name), merged.get(alias.get(name, name))
         if isinstance(value, Mapping) and part is not None and _get_config_for_model_type(part, value) is part:
             value = _merge_fields(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
-    if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
+    if "num_labels" in changed_fields and len(merged.get("id2label") or {}) != changed_fields["num_labels"]:
         merged.pop("id2label", None), merged.pop("label2id", None)  # names of other classes
     return merged
 
 
-def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields: Fields) -> Any:
+def _build_config(config: TrainConfig, model_config: Any, saved_fields: Fields, changed_fields: Fields) -> Any:
     """Build a copy of a model config with changed fields, or raise ConfigError if the config class rejects them.
 
     For a model type, only the fields of the run are passed, under the names that the run uses, because derived fields
     may depend on the name. A file also contains derived fields, such as the type of each layer. If the class rejects
     derived fields in combination with the changed fields, they are omitted and derived again.
     """
-    config_class, merged = type(model_config), _merge_fields(model_config, saved, fields) if saved else fields
+    config_class, merged = (
+        type(model_config),
+        _merge_fields(model_config, saved_fields, changed_fields) if saved_fields else changed_fields,
+    )
     first_error: Exception | None = None
-    for left_out in _iter_fields_to_omit(config_class, model_config, saved, fields):
+    for left_out in _iter_fields_to_omit(config_class, model_config, saved_fields, changed_fields):
         try:
             built = config_class.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
             if hasattr(built, "validate"):
@@ -160,7 +163,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
         return built
     lines = [line.strip() for line in str(first_error).splitlines() if line.strip()] or [type(first_error).__name__]
     reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
-    changes = ", ".join(f"{name} = {value!r:.60}" for name, value in fields.items())
+    changes = ", ".join(f"{name} = {value!r:.60}" for name, value in changed_fields.items())
     raise ConfigError(
         f"The config of {config.model.name!r} does not support {changes}: {reason}.",
         remedy="Correct these values in model.config, or also set the fields that depend on them.",
@@ -168,18 +171,20 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
 
 
 def _iter_fields_to_omit(
-    config_class: Any, model_config: Any, saved: Fields, fields: Fields
+    config_class: Any, model_config: Any, saved_fields: Fields, changed_fields: Fields
 ) -> Iterator[Sequence[str]]:
     """Yield which saved fields to omit in each attempt to build a model config."""
     yield ()
     derived = []
-    changed = {model_config.attribute_map.get(name, name) for name in fields}
-    complete = config_class.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
-    for name in saved:
+    changed = {model_config.attribute_map.get(name, name) for name in changed_fields}
+    complete = config_class.from_dict(copy.deepcopy(dict(saved_fields))).to_dict() if saved_fields else {}
+    for name in saved_fields:
         if name in changed or name not in complete:
             continue
         try:
-            rebuilt = config_class.from_dict(copy.deepcopy({n: v for n, v in saved.items() if n != name})).to_dict()
+            rebuilt = config_class.from_dict(
+                copy.deepcopy({n: v for n, v in saved_fields.items() if n != name})
+            ).to_dict()
         except Exception:  # the field is required
             continue
         if rebuilt.get(name) == complete[name]:
@@ -203,23 +208,28 @@ def get_class_names(model_config: Any) -> list[str]:
     return [names[number] for number in sorted(names)]
 
 
-def derive_config_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
+def derive_config_fields_from_data(
+    config: TrainConfig, training_data: TrainingData, model_config: Any
+) -> dict[str, Any]:
     """Derive model config fields such as ``vocab_size`` from the training data, unless the run sets them."""
     fields: dict[str, Any] = {}
-    if data.tokens is not None and data.tokens.is_byte_level and config.model.random:
+    if training_data.tokenizer is not None and training_data.tokenizer.is_byte_level and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
         if getattr(model_config, "is_encoder_decoder", False):
             names.append("decoder_start_token_id")
-        fields |= {"vocab_size": data.tokens.size, **dict.fromkeys(names, data.tokens.pad)}
-    if data.problem_type is not None:
-        fields["problem_type"] = data.problem_type
-    if data.problem_type == "regression":
+        fields |= {
+            "vocab_size": training_data.tokenizer.vocab_size,
+            **dict.fromkeys(names, training_data.tokenizer.pad_token_id),
+        }
+    if training_data.problem_type is not None:
+        fields["problem_type"] = training_data.problem_type
+    if training_data.problem_type == "regression":
         fields |= {"num_labels": 1}
-    if data.classes is not None:
-        fields |= _derive_class_fields(config, data.classes, model_config)
-    if data.classes is not None or data.problem_type is not None:
-        if data.tokens is not None and getattr(model_config, "pad_token_id", None) is None:
-            fields.setdefault("pad_token_id", data.tokens.pad)
+    if training_data.classes is not None:
+        fields |= _derive_class_fields(config, training_data.classes, model_config)
+    if training_data.classes is not None or training_data.problem_type is not None:
+        if training_data.tokenizer is not None and getattr(model_config, "pad_token_id", None) is None:
+            fields.setdefault("pad_token_id", training_data.tokenizer.pad_token_id)
     own = {model_config.attribute_map.get(name, name) for name in config.model.config}
     return {name: value for name, value in fields.items() if model_config.attribute_map.get(name, name) not in own}
 

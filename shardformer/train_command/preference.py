@@ -19,8 +19,8 @@ from shardformer.train_command.conversations import (
     ConversationTokenizer,
     TokenizedSample,
     drop_missing_fields,
+    extract_prompt_with_answer,
     get_chat_template_kwargs,
-    read_prompt_with_answer,
 )
 from shardformer.train_command.datasets import PaddingCollator
 
@@ -58,21 +58,21 @@ class PreferenceDataset(Dataset[dict[str, Any]]):
 
 
 def build_preference_dataset(
-    rows: Sequence[Mapping[str, Any]], data: DataOptions, chat: ConversationTokenizer
+    rows: Sequence[Mapping[str, Any]], data_options: DataOptions, conversation_tokenizer: ConversationTokenizer
 ) -> PreferenceDataset:
     """Tokenize the chosen and the rejected answer of each row. Leave out rows whose answers are cut off.
 
     Raises:
-        InputError: A row has no answers, or no row has both answers within ``data.sequence_length`` tokens.
+        InputError: A row has no answers, or no row has both answers within ``data_options.sequence_length`` tokens.
     """
-    last = replace(chat, train_on="last")
+    last = replace(conversation_tokenizer, train_on="last")
     pairs = []
     for number, row in enumerate(drop_missing_fields(rows), start=1):
         try:
             options = get_chat_template_kwargs(row)
             both = [
-                last.encode(read_prompt_with_answer(row, field, data), **options)
-                for field in (data.chosen, data.rejected)
+                last.encode(extract_prompt_with_answer(row, field, data_options), **options)
+                for field in (data_options.chosen, data_options.rejected)
             ]
         except InputError as error:
             raise InputError(
@@ -84,7 +84,7 @@ def build_preference_dataset(
             pairs.append((chosen, rejected))
     if not pairs:
         raise InputError(
-            f"No row has both answers within its first {data.sequence_length} tokens.",
+            f"No row has both answers within its first {data_options.sequence_length} tokens.",
             remedy="Increase data.sequence_length, or shorten the prompts and answers.",
         )
     return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))
@@ -119,17 +119,17 @@ def compute_answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Ten
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
+class DPOLoss:
     """Computes the DPO loss (Rafailov et al., 2023), with label smoothing as in conservative DPO."""
 
-    table: PreferenceOptions
+    options: PreferenceOptions
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss over the pairs of answers in a micro-batch."""
         logits_BSV = _get_logits(output)
         gains_B2 = compute_answer_logps(logits_BSV, batch) - batch[REFERENCE].to(logits_BSV.device)
-        margins_B = self.table.beta * (gains_B2[:, 0] - gains_B2[:, 1])
-        smoothing = self.table.label_smoothing
+        margins_B = self.options.beta * (gains_B2[:, 0] - gains_B2[:, 1])
+        smoothing = self.options.label_smoothing
         return -((1 - smoothing) * F.logsigmoid(margins_B) + smoothing * F.logsigmoid(-margins_B)).mean()
 
 
@@ -138,22 +138,24 @@ def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
     return float(len(batch["input_ids"]))
 
 
-def compute_reference_logps(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
+def compute_reference_logps(
+    engine: Any, preference_dataset: PreferenceDataset, collator: PreferenceCollator, batch_size: int
+) -> None:
     """Compute the reference log-probabilities of all answers, and store them in the data set.
 
     Each data-parallel rank computes an equal share of the rows. Communicates the values over the data axis.
     """
     axis = engine.context.data
-    count = -(-len(data) // axis.size)
-    rows = [min(axis.rank * count + number, len(data) - 1) for number in range(count)]
+    count = -(-len(preference_dataset) // axis.size)
+    rows = [min(axis.rank * count + number, len(preference_dataset) - 1) for number in range(count)]
     size = max(1, batch_size // axis.size)
     found = []
     for start in range(0, count, size):
-        batch = collate([data[row] for row in rows[start : start + size]])
+        batch = collator([preference_dataset[row] for row in rows[start : start + size]])
         found.append(compute_answer_logps(_get_logits(engine.predict(batch)), batch).cpu())
-    data.reference_N2 = torch.cat(all_gather_objects(torch.cat(found), axis))[: len(data)]
+    preference_dataset.reference_N2 = torch.cat(all_gather_objects(torch.cat(found), axis))[: len(preference_dataset)]
 
 
-def _get_logits(output: Any) -> Tensor:
-    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output.logits
+def _get_logits(model_output: Any) -> Tensor:
+    logits: Tensor = model_output["logits"] if isinstance(model_output, Mapping) else model_output.logits
     return logits

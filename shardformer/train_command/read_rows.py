@@ -40,26 +40,28 @@ CHECKED_BYTES = 2**20
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
-def get_data_source_names(data: DataOptions, *, validation: bool = False) -> list[str]:
+def get_data_source_names(data_options: DataOptions, *, is_validation: bool = False) -> list[str]:
     """Return the names of the files, folders or data sets that the configuration lists as training data.
 
-    With ``validation``, return those of the validation data, if the configuration lists any.
+    With ``is_validation``, return those of the validation data, if the configuration lists any.
     """
-    settings = data.validation if validation and data.validation is not None else data.train
+    settings = data_options.validation if is_validation and data_options.validation is not None else data_options.train
     return [settings] if isinstance(settings, str) else list(settings)
 
 
-def expand_file_patterns(names: Sequence[str]) -> list[str]:
+def expand_file_patterns(path_patterns: Sequence[str]) -> list[str]:
     """Replace file patterns such as ``data/*.parquet`` by the matching files in alphabetical order."""
     return [
-        file for name in names for file in (not os.path.exists(name) and sorted(glob(name, recursive=True))) or [name]
+        file
+        for name in path_patterns
+        for file in (not os.path.exists(name) and sorted(glob(name, recursive=True))) or [name]
     ]
 
 
-def compute_file_checksums(data: DataOptions) -> dict[str, int]:
+def compute_file_checksums(data_options: DataOptions) -> dict[str, int]:
     """Return a checksum for each data file, computed from its size, its first and its last bytes."""
     found = {}
-    names = [*get_data_source_names(data), *get_data_source_names(data, validation=True)]
+    names = [*get_data_source_names(data_options), *get_data_source_names(data_options, is_validation=True)]
     for name in dict.fromkeys(expand_file_patterns(names)):
         with suppress(OSError), open(name, "rb") as file:  # other names are folders and data sets
             size = file.seek(0, io.SEEK_END)
@@ -70,7 +72,7 @@ def compute_file_checksums(data: DataOptions) -> dict[str, int]:
     return found
 
 
-def read_data_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
+def read_data_sources(config: TrainConfig, *, is_validation: bool) -> list[DatasetRows]:
     """Read the training or validation data, and return a list with the rows of each data source.
 
     With ``data.weights``, each item of ``data.train`` is a source. Otherwise, all items together are one source. With
@@ -81,59 +83,59 @@ def read_data_sources(config: TrainConfig, *, validation: bool) -> list[DatasetR
         InputError: The content of the data is invalid.
     """
     data = config.data
-    names = get_data_source_names(data, validation=validation)
-    is_weighted = data.weights is not None and (not validation or data.validation is None)
+    names = get_data_source_names(data, is_validation=is_validation)
+    is_weighted = data.weights is not None and (not is_validation or data.validation is None)
     groups = [[name] for name in names] if is_weighted else [names]
-    found = [_read_rows(config, group, validation) for group in groups]
+    found = [_read_rows(config, group, is_validation) for group in groups]
     if data.validation_fraction is None:
         return found
-    return [split_rows(rows, data.validation_fraction, config.seed)[validation] for rows in found]
+    return [split_rows(rows, data.validation_fraction, config.seed)[is_validation] for rows in found]
 
 
-def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
+def _read_rows(config: TrainConfig, source_names: Sequence[str], is_validation: bool) -> DatasetRows:
     data, task = config.data, config.model.task
-    data_format = infer_data_format(data, names)
-    names = expand_file_patterns(names)
+    data_format = infer_data_format(data, source_names)
+    source_names = expand_file_patterns(source_names)
     if data.streaming and data_format in ("text", "images"):
-        file_names = ", ".join(map(repr, names))
+        file_names = ", ".join(map(repr, source_names))
         raise ConfigError(
             f"data.streaming = true does not support {file_names}, which has the format {data_format}.",
             remedy="Remove data.streaming, or convert the data to JSON lines, csv, parquet or a Hugging Face data set.",
         )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
     if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
-        raise _make_unsupported_format_error(task, data_format, names)
+        raise _make_unsupported_format_error(task, data_format, source_names)
     if data_format == "text":
-        return [{data.text: text} for text in read_text_files(names)]
+        return [{data.text: text} for text in read_text_files(source_names)]
     if data_format == "images":
-        files, classes = list_images_and_class_names(names)
+        files, classes = find_images_and_class_names(source_names)
         return [{data.image: str(file), data.label: name} for file, name in zip(files, classes, strict=True)]
     if data_format == "jsonl" and not data.streaming:
-        return _read_json_rows(names)
+        return _read_json_rows(source_names)
     if data_format == "csv" and not data.streaming:
-        rows = [row for name in names for row in _read_csv_rows(name, data.delimiter)]
-        return _convert_field_to_numbers(rows, data.label, float if task == "regression" else int)
-    split = data.validation_split or data.split if validation and data.validation_fraction is None else data.split
+        rows = [row for name in source_names for row in _read_csv_rows(name, data.delimiter)]
+        return _convert_column_to_numbers(rows, data.label, float if task == "regression" else int)
+    split = data.validation_split or data.split if is_validation and data.validation_fraction is None else data.split
     if data_format == "datasets":
-        return _load_dataset(data, names, split)
-    return _load_data_files(data, data_format, names)
+        return _load_dataset(data, source_names, split)
+    return _load_data_files(data, data_format, source_names)
 
 
-def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRows, DatasetRows]:
+def split_rows(rows: DatasetRows, validation_fraction: float, seed: int) -> tuple[DatasetRows, DatasetRows]:
     """Split rows at random into training rows and validation rows, and keep the original order in both parts.
 
-    ``fraction`` is the share of validation rows. A single text is split at a line break or space, and its end is the
-    validation text.
+    ``validation_fraction`` is the share of validation rows. A single text is split at a line break or space, and its
+    end is the validation text.
     """
     if len(rows) == 1 and [type(value) for value in rows[0].values()] == [str]:
         ((field, text),) = rows[0].items()
-        end = int(len(text) * (1 - fraction))
+        end = int(len(text) * (1 - validation_fraction))
         end = max(text.rfind("\n", 0, end), text.rfind(" ", 0, end)) + 1 or end
         return [{field: text[:end]}], [{field: text[end:]}]
-    count = max(1, round(len(rows) * fraction))
+    count = max(1, round(len(rows) * validation_fraction))
     if count >= len(rows):
         raise InputError(
-            f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training.",
+            f"data.validation_fraction = {validation_fraction} of {len(rows)} rows leaves no rows for training.",
             remedy="Decrease data.validation_fraction, or use more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -147,52 +149,55 @@ def _select_rows(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
     return [rows[index] for index in indices]
 
 
-def infer_data_format(data: DataOptions, names: Sequence[str]) -> str:
+def infer_data_format(data_options: DataOptions, source_names: Sequence[str]) -> str:
     """Return the format of the data from the configuration, or infer it from the file names."""
-    found_format = data.format or _infer_format_from_names(names)
-    if data.delimiter is not None and found_format != "csv":
+    found_format = data_options.format or _infer_format_from_names(source_names)
+    if data_options.delimiter is not None and found_format != "csv":
         raise ConfigError(
-            f"data.delimiter = {data.delimiter!r} has no effect, because the data has the format {found_format}.",
+            f"data.delimiter = {data_options.delimiter!r} has no effect, because the data has the format "
+            f"{found_format}.",
             remedy="Remove data.delimiter, or set data.format = 'csv'.",
         )
     return found_format
 
 
-def _infer_format_from_names(names: Sequence[str]) -> str:
-    found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
+def _infer_format_from_names(source_names: Sequence[str]) -> str:
+    found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in source_names}
     if len(found) == 1 and "" not in found:
         return found.pop()
-    file_names = ", ".join(map(repr, names))
+    file_names = ", ".join(map(repr, source_names))
     raise ConfigError(
         f"Cannot infer the data format of {file_names} from the file extension.",
         remedy=_CONVERT
-        if any(Path(name).suffix.lower() in TABLES for name in names)
+        if any(Path(name).suffix.lower() in TABLES for name in source_names)
         else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
     )
 
 
-def read_text_files(file_names: Sequence[str]) -> list[str]:
+def read_text_files(file_paths: Sequence[str]) -> list[str]:
     """Read text files, or raise InputError if a file is empty or cannot be read."""
-    texts = [_read_text_file(name) for name in file_names]
-    for name, text in zip(file_names, texts, strict=True):
+    texts = [_read_text_file(name) for name in file_paths]
+    for name, text in zip(file_paths, texts, strict=True):
         if not text.strip():
             raise InputError(f"The file {name!r} is empty.", remedy="Specify a file that contains text.")
     return texts
 
 
-def _read_text_file(file: str) -> str:
+def _read_text_file(file_path: str) -> str:
     """Read a UTF-8 text file, and skip its byte order mark if it has one."""
     try:
-        return Path(file).read_text(encoding="utf-8-sig")
+        return Path(file_path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         code = "UTF-16" if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise InputError(
-            f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}.",
+            f"The file {file_path!r} is not valid UTF-8: {error.reason} at byte {error.start}.",
             remedy=f"Convert the file, for example with iconv --from-code {code} --to-code UTF-8.",
         ) from error
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"The file {file!r} cannot be read: {reason}.", remedy=_suggest_path(Path(file))) from error
+        raise InputError(
+            f"The file {file_path!r} cannot be read: {reason}.", remedy=_suggest_path(Path(file_path))
+        ) from error
 
 
 def _suggest_path(path: Path) -> str:
@@ -200,86 +205,86 @@ def _suggest_path(path: Path) -> str:
     return near if near.startswith("Did") else "Correct the path"
 
 
-def read_field(rows: DatasetRows, field: str) -> list[Any]:
+def get_column(rows: DatasetRows, column: str) -> list[Any]:
     """Return the value of a field in each row, or raise InputError if a row does not have the field."""
     for index, row in enumerate(rows):
-        if row.get(field) is None:
-            if field in row:
-                what = f"The field {field!r} is null in row {index + 1} of the data."
+        if row.get(column) is None:
+            if column in row:
+                what = f"The field {column!r} is null in row {index + 1} of the data."
                 raise InputError(what, remedy="Correct or remove that row.")
-            remedy = suggest_similar_names(field, map(str, row))
-            raise InputError(f"Row {index + 1} of the data has no field {field!r}.", remedy=remedy)
-    return [row[field] for row in rows]
+            remedy = suggest_similar_names(column, map(str, row))
+            raise InputError(f"Row {index + 1} of the data has no field {column!r}.", remedy=remedy)
+    return [row[column] for row in rows]
 
 
-def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]:
+def get_text_column(rows: DatasetRows, column: str, config_key: str) -> list[str]:
     """Return the value of a text field in each row, or raise InputError if a value is not a string.
 
     ``config_key`` is the configuration key that selects the field. The error mentions it.
     """
-    values = read_field(rows, field)
+    values = get_column(rows, column)
     for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
-                f"The field {field!r} must be a string, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column!r} must be a string, but row {index + 1} of the data has {value!r:.60}.",
                 remedy=f"Convert the values to strings, or set {config_key} to another field.",
             )
     return values
 
 
-def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[float]:
+def get_number_column(rows: DatasetRows, column: str, config_key: str) -> list[float]:
     """Return the value of a numeric field in each row, or raise InputError if a value is not a finite number."""
-    values = read_field(rows, field)
+    values = get_column(rows, column)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise InputError(
-                f"The field {field!r} must be a finite number, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column!r} must be a finite number, but row {index + 1} of the data has {value!r:.60}.",
                 remedy=f"Correct the data, or set {config_key} to another field.",
             )
     return [float(value) for value in values]
 
 
-def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list[str]]:
+def get_word_list_column(rows: DatasetRows, column: str, config_key: str) -> list[list[str]]:
     """Return the list of words in each row, or raise InputError if a value is not a list of words."""
-    values = read_field(rows, field)
+    values = get_column(rows, column)
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
             raise InputError(
-                f"The field {field!r} must be a list of words, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column!r} must be a list of words, but row {index + 1} of the data has {value!r:.60}.",
                 remedy=f"Set {config_key} to the field that contains the words, such as 'tokens'.",
             )
     return [list(value) for value in values]
 
 
-def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str]]:
+def get_label_column(rows: DatasetRows, column: str) -> tuple[list[Any], list[str]]:
     """Return the label of each row, and the class names if the data set defines them with ``ClassLabel``.
 
     Labels of the type ``ClassLabel``, or lists of such labels, are returned as class names.
     """
-    labels = read_field(rows, field)
+    labels = get_column(rows, column)
     if "" in labels:
         number = labels.index("") + 1
         raise InputError(
-            f"The label in the field {field!r} is empty in row {number} of the data.",
+            f"The label in the field {column!r} is empty in row {number} of the data.",
             remedy="Correct or remove that row.",
         )
-    feature = (getattr(rows, "features", None) or {}).get(field)
+    feature = (getattr(rows, "features", None) or {}).get(column)
     names = getattr(getattr(feature, "feature", feature), "names", None)
     if names is None:
         return labels, []
 
-    def name_of(label: Any) -> Any:
+    def get_class_name(label: Any) -> Any:
         if isinstance(label, (list, tuple)):
-            return [name_of(each) for each in label]
+            return [get_class_name(each) for each in label]
         return names[label] if isinstance(label, int) and 0 <= label < len(names) else label
 
-    return [name_of(label) for label in labels], [*names]
+    return [get_class_name(label) for label in labels], [*names]
 
 
-def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
+def _read_json_rows(file_paths: Sequence[str]) -> list[Mapping[str, Any]]:
     """Read rows from JSON files, which contain either one list of objects or one object per line."""
     rows: list[Mapping[str, Any]] = []
-    for name in names:
+    for name in file_paths:
         text = _read_text_file(name)
         with suppress(ValueError):
             found = json.loads(text) if text.lstrip().startswith("[") else None
@@ -289,42 +294,42 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        file_names = ", ".join(names)
+        file_names = ", ".join(file_paths)
         raise InputError(f"The data {file_names} contains no rows.", remedy="Specify a file that contains rows.")
     return rows
 
 
-def _parse_json_row(file: str, line_number: int, line: str) -> Mapping[str, Any]:
+def _parse_json_row(file_path: str, line_number: int, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError(f"the type is {type(row).__name__}")
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"Line {line_number} of {file} is not a JSON object ({error}): {line!r:.60}.",
+            f"Line {line_number} of {file_path} is not a JSON object ({error}): {line!r:.60}.",
             remedy='Write one object per line, such as {"text": "words"}, or one list of objects in the whole file. If '
             "the file is not JSON, set data.format.",
         ) from error
     return row
 
 
-def _convert_field_to_numbers(rows: list[dict[str, str]], field: str, number_type: type) -> DatasetRows:
+def _convert_column_to_numbers(rows: list[dict[str, str]], column: str, number_type: type) -> DatasetRows:
     """Convert a field to ``number_type`` in all rows, or return the rows unchanged if a value is not a number."""
     try:
-        return [{**row, field: number_type(row[field])} for row in rows]
+        return [{**row, column: number_type(row[column])} for row in rows]
     except (KeyError, ValueError):
         return rows
 
 
-def _get_delimiter(file: str, delimiter: str | None) -> str:
-    return delimiter or ("\t" if file.lower().endswith(".tsv") else ",")
+def _get_delimiter(file_path: str, delimiter: str | None) -> str:
+    return delimiter or ("\t" if file_path.lower().endswith(".tsv") else ",")
 
 
-def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
+def _read_csv_rows(file_path: str, delimiter: str | None) -> list[dict[str, str]]:
     """Read a csv file, and return each row as a dict from field names to strings."""
-    separator = _get_delimiter(file, delimiter)
+    separator = _get_delimiter(file_path, delimiter)
     csv.field_size_limit(2**30)
-    lines = io.StringIO(_read_text_file(file), newline="")
+    lines = io.StringIO(_read_text_file(file_path), newline="")
     if separator == "\t":  # quotes are part of the text, as in most data sets
         found = list(csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
     else:
@@ -332,42 +337,43 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     fields, rows = (found[0], [row for row in found[1:] if row]) if found else ([], [])
     if not rows:
         raise InputError(
-            f"The csv file {file!r} contains no rows.",
+            f"The csv file {file_path!r} contains no rows.",
             remedy="Write the field names in the first line, and one row in each following line.",
         )
     duplicate = next((name for name in fields if fields.count(name) > 1), None)
     if duplicate is not None:
         raise InputError(
-            f"The first line of {file!r} contains the field name {duplicate!r} more than once.",
+            f"The first line of {file_path!r} contains the field name {duplicate!r} more than once.",
             remedy="Rename or remove one of these fields.",
         )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(fields):
             raise InputError(
-                f"Row {number} of {file!r} has {len(row)} fields, but the first line has {len(fields)}: {row!r:.60}.",
+                f"Row {number} of {file_path!r} has {len(row)} fields, but the first line has {len(fields)}: "
+                f"{row!r:.60}.",
                 remedy=f"Correct the row, or set data.delimiter if the fields are not separated by {separator!r}.",
             )
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> DatasetRows:
+def _load_dataset(data_options: DataOptions, dataset_names: Sequence[str], split: str) -> DatasetRows:
     """Load a Hugging Face data set from the hub, or from a folder that ``save_to_disk`` wrote."""
-    datasets = _import_datasets_library("data.format = 'datasets'", names)
-    if len(names) > 1:
+    datasets = _import_datasets_library("data.format = 'datasets'", dataset_names)
+    if len(dataset_names) > 1:
         raise ConfigError(
-            f"data.train contains {len(names)} data sets, but data.weights is not set.",
+            f"data.train contains {len(dataset_names)} data sets, but data.weights is not set.",
             remedy="Set data.weights, for example to [1, 1], or use only one data set.",
         )
-    name = names[0]
+    name = dataset_names[0]
     try:
         if any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             found: Any = datasets.load_from_disk(name)
             rows: Any = found[split] if isinstance(found, dict) else found
-            rows = rows.to_iterable_dataset() if data.streaming else rows
+            rows = rows.to_iterable_dataset() if data_options.streaming else rows
         else:
             path, _, configuration = name.partition(":")
             rows = datasets.load_dataset(
-                path, configuration or None, split=split, streaming=data.streaming, **data.options
+                path, configuration or None, split=split, streaming=data_options.streaming, **data_options.options
             )
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
         reason = get_first_message_line(error)
@@ -380,36 +386,36 @@ def _load_dataset(data: DataOptions, names: Sequence[str], split: str) -> Datase
     return cast(DatasetRows, rows)
 
 
-def _load_data_files(data: DataOptions, data_format: str, names: Sequence[str]) -> DatasetRows:
+def _load_data_files(data_options: DataOptions, data_format: str, file_paths: Sequence[str]) -> DatasetRows:
     """Read parquet files, or stream csv and JSON Lines files, with the ``datasets`` library."""
-    datasets = _import_datasets_library(f"The format {data_format!r}", names)
-    missing = next((name for name in names if "://" not in name and not Path(name).is_file()), None)
+    datasets = _import_datasets_library(f"The format {data_format!r}", file_paths)
+    missing = next((name for name in file_paths if "://" not in name and not Path(name).is_file()), None)
     if missing is not None:
         raise InputError(f"The file {missing!r} does not exist.", remedy=_suggest_path(Path(missing)))
-    options = dict(data.options)
+    options = dict(data_options.options)
     if data_format == "csv":
-        separator = _get_delimiter(names[0], data.delimiter)
+        separator = _get_delimiter(file_paths[0], data_options.delimiter)
         options |= {"sep": separator, **({"quoting": csv.QUOTE_NONE} if separator == "\t" else {})}
     builder = {"jsonl": "json"}.get(data_format, data_format)
     try:
         rows = datasets.load_dataset(
-            builder, data_files=list(names), split="train", streaming=data.streaming, **options
+            builder, data_files=list(file_paths), split="train", streaming=data_options.streaming, **options
         )
-        if data.streaming:
-            rows = _CheckedStream(rows, names, data_format)
+        if data_options.streaming:
+            rows = _CheckedStream(rows, file_paths, data_format)
             next(iter(rows), None)
     except InputError:
         raise
     except Exception as error:  # pandas, pyarrow and the library raise different errors
-        raise _make_unreadable_data_error(names, data_format, error) from error
-    _check_has_rows(rows, f"The data {', '.join(names)}", "data.train")
+        raise _make_unreadable_data_error(file_paths, data_format, error) from error
+    _check_has_rows(rows, f"The data {', '.join(file_paths)}", "data.train")
     return cast(DatasetRows, rows)
 
 
-def _make_unreadable_data_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
-    files = [Path(name) for name in names]
-    file_names, reason = ", ".join(map(repr, names)), get_first_message_line(error.__cause__ or error)
-    if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
+def _make_unreadable_data_error(source_names: Sequence[str], data_format: str, exception: Exception) -> InputError:
+    files = [Path(name) for name in source_names]
+    file_names, reason = ", ".join(map(repr, source_names)), get_first_message_line(exception.__cause__ or exception)
+    if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(exception):
         return InputError(f"The data {file_names} contains no rows.", remedy="Specify a file that contains rows.")
     return InputError(
         f"The data {file_names} cannot be read as {data_format}: {reason}.",
@@ -422,14 +428,14 @@ class _CheckedStream:
     """Stream of rows that raises InputError if the ``datasets`` library cannot read a row."""
 
     rows: Any
-    names: Sequence[str]
+    source_names: Sequence[str]
     data_format: str
 
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self.rows
         except Exception as error:
-            raise _make_unreadable_data_error(self.names, self.data_format, error) from error
+            raise _make_unreadable_data_error(self.source_names, self.data_format, error) from error
 
     def shuffle(self, seed: int) -> _CheckedStream:
         return replace(self, rows=self.rows.shuffle(seed=seed))
@@ -447,9 +453,11 @@ def _import_datasets_library(purpose: str, source_names: Sequence[str]) -> Any:
     return datasets
 
 
-def _check_has_rows(rows: Any, data_source: str, config_key: str) -> None:
+def _check_has_rows(rows: Any, source_description: str, config_key: str) -> None:
     if hasattr(rows, "__len__") and not len(rows):
-        raise InputError(f"{data_source} contains no rows.", remedy=f"Change {config_key} to select data with rows.")
+        raise InputError(
+            f"{source_description} contains no rows.", remedy=f"Change {config_key} to select data with rows."
+        )
 
 
 def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
@@ -466,19 +474,19 @@ def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed
     return mixed
 
 
-def to_image_source(value: Any) -> Any:
+def to_image_source(image: Any) -> Any:
     """Convert a file name to a path, and return a PIL image unchanged. Raises InputError for other types."""
-    if isinstance(value, str):
-        return Path(value).expanduser()
-    if hasattr(value, "convert"):
-        return value
+    if isinstance(image, str):
+        return Path(image).expanduser()
+    if hasattr(image, "convert"):
+        return image
     raise InputError(
-        f"Each image must be a file path or a PIL image, but got {value!r:.60}.",
+        f"Each image must be a file path or a PIL image, but got {image!r:.60}.",
         remedy="Correct the rows, or set data.image to the field that contains the images.",
     )
 
 
-def list_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
+def find_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], list[str]]:
     """List the images in folders with one subfolder per class, and return the class name of each image."""
     files = sorted(
         file for name in folders for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
@@ -492,8 +500,8 @@ def list_images_and_class_names(folders: Sequence[str]) -> tuple[list[Path], lis
     return files, [file.parent.name for file in files]
 
 
-def _make_unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
-    rule, file_names = "", ", ".join(map(repr, names))
+def _make_unsupported_format_error(task: str, data_format: str, source_names: Sequence[str]) -> ConfigError:
+    rule, file_names = "", ", ".join(map(repr, source_names))
     if data_format == "images":
         rule = "A folder is read as images unless data.format is set"
         remedy = (

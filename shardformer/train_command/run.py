@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
-from shardformer.discovery.token_dependence import check_packing_is_supported, measure_label_dependence
+from shardformer.discovery.token_dependence import check_packing_support, measure_label_dependence
 from shardformer.errors import ConfigError, ShardFormerError, get_first_message_line
-from shardformer.filesystem import make_folder, remove_stale_temporary_files, replace_text_atomically
+from shardformer.filesystem import create_folder, remove_stale_temporary_files, replace_text_atomically
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.build import (
@@ -41,7 +41,7 @@ from shardformer.train_command.read_rows import compute_file_checksums
 from shardformer.train_command.summary import EXPORT_FOLDER, RunSummary, RunSummaryPrinter, print_run_footer
 from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.initialize import get_num_processes, initialize, make_parallel_context
+from shardformer.training.initialize import get_launcher_world_size, get_or_create_parallel_context, initialize
 from shardformer.training.trainer import Trainer
 from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable, export_pretrained
 
@@ -128,7 +128,7 @@ class Resume(Hook):
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
-            print("Resumed with changed settings:", *format_changes(changes), sep="\n", flush=True)
+            print("Resumed with changed settings:", *format_changed_options(changes), sep="\n", flush=True)
             if any(key.startswith(("schedule.", "training.steps", "training.epochs", "data.")) for key in changes):
                 print(f"Learning rate: {rates}.", flush=True)
 
@@ -146,12 +146,12 @@ class Resume(Hook):
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             folder = self._config.output_folder
-            make_folder(folder)
+            create_folder(folder)
             remove_stale_temporary_files(folder, CONFIG_FILE)
             replace_text_atomically(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
 
 
-def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def format_changed_options(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Format changed settings as a table that shows the old and the new value of each option."""
     rows = [("option", "before", "now")]
     rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
@@ -159,10 +159,12 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
 
 
-def _iter_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_changed_keys(
+    old_config: Mapping[str, Any], new_config: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield each configuration key whose value changed, with its old and its new value."""
-    for name in dict.fromkeys((*old, *new)):
-        before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
+    for name in dict.fromkeys((*old_config, *new_config)):
+        before, now, key = old_config.get(name), new_config.get(name), f"{prefix}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from _iter_changed_keys(before, now, f"{key}.")
         elif before != now:
@@ -175,12 +177,12 @@ def _make_lr_lambda(schedule_options: Mapping[str, Any], num_steps: int) -> Call
     )
 
 
-def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
+def _set_learning_rates(trainer: TrainerProtocol, lr_lambda: Callable[[int], float]) -> None:
     """Replace the learning rates from the checkpoint by the learning rates of the new schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["lr"] = rate * lr_factor(scheduler.last_epoch)
+            group["lr"] = rate * lr_lambda(scheduler.last_epoch)
 
 
 def _format_value(value: Any) -> str:
@@ -206,14 +208,14 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
         if dependence is None:
             return
         name = type(model).__name__
-        if task == "causal" and dependence.on_label:
+        if task == "causal" and dependence.depends_on_label:
             alternative = _suggest_causal_model(model)
             raise ConfigError(
                 f"model.task = 'causal' does not support {name}, because it reads the tokens that it must predict.",
                 remedy=f"Set model.task = 'masked', or {alternative}.",
             )
-        if task == "masked" and not (dependence.on_later and dependence.in_place):
-            problem = "ignores later tokens" if not dependence.on_later else "predicts the next token"
+        if task == "masked" and not (dependence.depends_on_later_tokens and dependence.is_label_aligned):
+            problem = "ignores later tokens" if not dependence.depends_on_later_tokens else "predicts the next token"
             raise ConfigError(
                 f"model.task = 'masked' does not support {name}, because it {problem}.",
                 remedy="Set model.task = 'causal', or use a masked language model.",
@@ -229,7 +231,7 @@ def _suggest_causal_model(model: Any) -> str:
     with LazyInit():
         decoder = type(model)(config)
     dependence = measure_label_dependence(decoder)
-    if dependence is None or dependence.on_label:
+    if dependence is None or dependence.depends_on_label:
         return "use a model that predicts the next token"
     return f"set model.config.{DECODER} = true for causal attention"
 
@@ -241,8 +243,8 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     """
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    layout = config.layout.fit_to(get_num_processes()) if is_restart else config.layout
-    trainer, data = build_trainer(config, layout, make_parallel_context(None, layout))
+    layout = config.layout.fit_to(get_launcher_world_size()) if is_restart else config.layout
+    trainer, data = build_trainer(config, layout, get_or_create_parallel_context(None, layout))
     training = config.training
     if training.export:
         run_on_first_rank(
@@ -255,7 +257,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         values = trainer.fit(
             steps=steps,
             epochs=None if epochs is None else int(epochs),
-            validation=data.validation,
+            validation=data.validation_dataset,
             validate_every=training.validate_every,
         )
     if trainer.was_interrupted:
@@ -302,18 +304,18 @@ def _explain_error_in_first_step(config: TrainConfig, trainer: Trainer) -> Itera
         ) from error
 
 
-def _check_export_folder(config: TrainConfig, folder: Path) -> None:
+def _check_export_folder(config: TrainConfig, export_folder: Path) -> None:
     """Raise ConfigError if exporting the trained model would overwrite the base model or unrelated files."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
-    if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
+    if Path(config.model.name).exists() and export_folder.exists() and os.path.samefile(base, export_folder):
         raise ConfigError(
-            f"training.export would overwrite the base model {config.model.name!r} in {folder}.",
+            f"training.export would overwrite the base model {config.model.name!r} in {export_folder}.",
             remedy="Set folder to another output folder, such as folder = 'run'.",
         )
-    is_adapter_folder = (folder / "adapter_config.json").is_file()
+    is_adapter_folder = (export_folder / "adapter_config.json").is_file()
     if config.lora is None or config.lora.merge or not is_adapter_folder:
-        check_export_directory(folder)
+        check_export_directory(export_folder)
 
 
 def build_trainer(
@@ -339,23 +341,29 @@ def build_trainer(
         loss_weight=data.loss_weight,
         data_options={"seed": config.seed, **data_options},
     )
-    for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
-        compute_reference_logps(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
+    for part in data.preference_datasets:  # before a checkpoint is loaded: the reference is the initial model
+        compute_reference_logps(engine, part, cast(PreferenceCollator, data.collate_fn), config.data.batch_size)
     return Trainer(engine, [header, *hooks, Resume(config, num_steps, data.chat_template)]), data
 
 
-def _get_data_arguments(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
+def _get_data_arguments(config: TrainConfig, training_data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
     """Return the training data, batch size and data options to pass to ``initialize``."""
     table = config.data
     options: dict[str, Any] = {
         "drop_last": table.drop_last,
-        "collate_fn": data.collate,
+        "collate_fn": training_data.collate_fn,
         "num_workers": table.num_workers,
     }
-    if data.sampler is not None:  # only a DataLoader has its own order
-        loader = DataLoader(data.train, batch_size=table.batch_size, sampler=data.sampler, **options)
+    if training_data.sampler is not None:  # only a DataLoader has its own order
+        loader = DataLoader(
+            training_data.train_dataset, batch_size=table.batch_size, sampler=training_data.sampler, **options
+        )
         return loader, None, {}
-    return data.train, table.batch_size, {**options, "shuffle": table.shuffle and data.num_samples is not None}
+    return (
+        training_data.train_dataset,
+        table.batch_size,
+        {**options, "shuffle": table.shuffle and training_data.num_samples is not None},
+    )
 
 
 def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
@@ -369,12 +377,10 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     check_attention_fits_task(config, model)
     if config.data.packing or config.model.task == "preference":
         is_preference = config.model.task == "preference"
-        check_packing_is_supported(
-            model, *(("model.task = 'preference'", "Use another model") if is_preference else ())
-        )
+        check_packing_support(model, *(("model.task = 'preference'", "Use another model") if is_preference else ()))
     if config.training.export:
         check_model_is_exportable(model, data.processor)
     model = freeze_and_add_lora(config, model)
-    if data.skipped and os.environ.get("RANK", "0") == "0":
-        warnings.warn(data.skipped, stacklevel=2)
+    if data.skipped_rows_message and os.environ.get("RANK", "0") == "0":
+        warnings.warn(data.skipped_rows_message, stacklevel=2)
     return data, model

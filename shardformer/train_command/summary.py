@@ -25,7 +25,7 @@ from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.hooks.progress import create_console, format_duration
+from shardformer.training.hooks.progress import create_rich_console, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,23 +65,25 @@ class RunSummary:
     files: str
 
     @classmethod
-    def from_config(cls, config: TrainConfig, data: TrainingData, model: nn.Module) -> RunSummary:
+    def from_config(cls, config: TrainConfig, training_data: TrainingData, model: nn.Module) -> RunSummary:
         """Create the summary of a run from its configuration, its data and its unsharded model."""
-        num_steps = count_training_steps(config, data)
-        samples = min(config.data.batch_size, data.num_samples or config.data.batch_size)
+        num_steps = count_training_steps(config, training_data)
+        samples = min(config.data.batch_size, training_data.num_samples or config.data.batch_size)
         schedule = config.schedule
         decay = f" to {config.optimizer.lr * schedule.min_lr_rate:.3g}" if schedule.name != "constant" else ""
         return cls(
             model=type(model).__name__,
             num_parameters=sum(p.numel() for p in model.parameters()),
             weights=_describe_weight_origin(config, model),
-            data=data.title,
-            num_samples=data.num_samples,
+            data=training_data.title,
+            num_samples=training_data.num_samples,
             samples_per_step=samples,
-            tokens_per_step=None if data.tokens is None else samples * config.data.sequence_length,
-            has_padding=data.collate is not None,
+            tokens_per_step=None if training_data.tokenizer is None else samples * config.data.sequence_length,
+            has_padding=training_data.collate_fn is not None,
             num_steps=num_steps,
-            epochs=None if data.num_samples is None else num_steps / max(count_steps_per_epoch(config, data), 1),
+            epochs=None
+            if training_data.num_samples is None
+            else num_steps / max(count_steps_per_epoch(config, training_data), 1),
             warmup_steps=min(count_warmup_steps(schedule, num_steps), num_steps),
             learning_rate=f"{config.optimizer.lr:g}, {schedule.name}{decay}",
             files=_describe_output_files(config),
@@ -117,23 +119,25 @@ class RunSummaryPrinter(Hook):
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else context.device.type
         hosts, count = len(set(context.grid.hosts)), len(context.grid.ranks)
         where = f"{count} process{'es' * (count > 1)} on {name}" + (f" of {hosts} hosts" if hosts > 1 else "")
-        print_rows(create_console(), self._summary.format_rows(describe_layout(self._layout, context.sizes, where)))
+        print_rows(
+            create_rich_console(), self._summary.format_rows(describe_layout(self._layout, context.sizes, where))
+        )
 
 
-def describe_layout(layout: ParallelConfig, sizes: Mapping[str, int], device_description: str) -> str:
+def describe_layout(layout: ParallelConfig, axis_sizes: Mapping[str, int], device_description: str) -> str:
     """Describe a parallel layout in one line, such as "tensor 2, ZeRO stage 1, 2 processes on cpu"."""
-    named = [f"{name} {sizes[name]}" for name in layout.sizes if sizes[name] > 1]
+    named = [f"{name} {axis_sizes[name]}" for name in layout.sizes if axis_sizes[name] > 1]
     named += [f"ZeRO stage {layout.zero_stage}"] * bool(layout.zero_stage)
     named += [str(layout.precision)] * (layout.precision != "fp32")
     return ", ".join([*named, device_description])
 
 
-def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+def print_rows(console: Console, labeled_rows: Iterable[tuple[str, str]]) -> None:
     """Print each text after its label. In a terminal, wrap the texts to its width."""
     from rich.text import Text
 
     width = max(console.width - LABEL, 2 * LABEL) if console.is_terminal else 10**6
-    for label, text in rows:
+    for label, text in labeled_rows:
         lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
         for start, line in zip([label, *[""] * len(lines)], lines, strict=False):
             console.print(Text.assemble((start.ljust(LABEL), "bold"), line), soft_wrap=True)
@@ -141,7 +145,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 def print_run_footer(config: TrainConfig, trainer: Any) -> None:
     """Print the locations of the checkpoint, exported model and metrics after a run, and the next command to try."""
-    console = create_console()
+    console = create_rich_console()
     rows: Rows = []
     newest = find_newest_checkpoint(config)
     if newest is not None:
@@ -176,7 +180,7 @@ def find_newest_checkpoint(config: TrainConfig) -> Path | None:
     return _relative_to_cwd(found[0][0]) if found else None
 
 
-def describe_how_to_resume(config: TrainConfig) -> str:
+def get_resume_hint(config: TrainConfig) -> str:
     """Describe how to resume a run that was stopped by a signal."""
     newest = find_newest_checkpoint(config)
     if newest is not None:

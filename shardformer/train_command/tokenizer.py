@@ -23,31 +23,31 @@ GPT2_FILES = ("encoder.json", "vocab.bpe")
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """Wraps a transformers tokenizer, or uses each byte of the text as a token if ``tokenizer`` is None.
+    """Wraps a transformers tokenizer, or uses each byte of the text as a token if ``hf_tokenizer`` is None.
 
-    ``end``, ``pad`` and ``mask`` are token ids.
+    ``eos_token_id``, ``pad_token_id`` and ``mask_token_id`` are token ids.
     """
 
     name: str = BYTES
-    size: int = NUM_BYTES
-    end: int | None = PAD_TOKEN
-    pad: int = PAD_TOKEN
-    mask: int | None = MASK
-    tokenizer: Any = None
+    vocab_size: int = NUM_BYTES
+    eos_token_id: int | None = PAD_TOKEN
+    pad_token_id: int = PAD_TOKEN
+    mask_token_id: int | None = MASK
+    hf_tokenizer: Any = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens or truncating it."""
-        if self.tokenizer is None:
+        if self.hf_tokenizer is None:
             return list(text.encode())
-        found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        found: list[int] = self.hf_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
-    def encode_with_special_tokens(self, text: str, pair: str | None, max_length: int) -> dict[str, list[int]]:
+    def encode_with_special_tokens(self, text: str, text_pair: str | None, max_length: int) -> dict[str, list[int]]:
         """Tokenize a text or a pair of texts, add special tokens, and truncate the result to ``max_length`` tokens."""
-        if self.tokenizer is None:
-            joined = text if pair is None else f"{text}\0{pair}"
+        if self.hf_tokenizer is None:
+            joined = text if text_pair is None else f"{text}\0{text_pair}"
             return {"input_ids": [*joined.encode()[: max_length - 1], PAD_TOKEN]}
-        return dict(self.tokenizer(text, pair, truncation=True, max_length=max_length))
+        return dict(self.hf_tokenizer(text, text_pair, truncation=True, max_length=max_length))
 
     def encode_words(self, words: Sequence[str], max_length: int) -> tuple[list[int], list[int | None]]:
         """Tokenize a list of words, add special tokens, and truncate the result to ``max_length`` tokens.
@@ -55,61 +55,61 @@ class TextTokenizer:
         Returns:
             The token ids, and for each token the index of its word, or None for a special token.
         """
-        if self.tokenizer is None:
+        if self.hf_tokenizer is None:
             pieces = [
                 (byte, index) for index, word in enumerate(words) for byte in f"{' ' * (index > 0)}{word}".encode()
             ]
             pieces = pieces[:max_length]
             return [byte for byte, _ in pieces], [index for _, index in pieces]
         self._check_is_fast_tokenizer("model.task = 'token_classification'")
-        found = self.tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=max_length)
+        found = self.hf_tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=max_length)
         return found["input_ids"], found.word_ids()
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    def encode_with_span_mask(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Tokenize a text without special tokens, and mark the tokens that start inside one of the character spans.
 
         Args:
             text: Text.
             spans: Start and end of each span of characters, in ascending order.
         """
-        if self.tokenizer is None:
+        if self.hf_tokenizer is None:
             bounds = [0, *(bound for span in spans for bound in span), len(text)]
             pieces = [text[start:end].encode() for start, end in pairwise(bounds)]  # inside a span at odd positions
             ids = [byte for piece in pieces for byte in piece]
             return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
         self._check_is_fast_tokenizer("Training on the answers of conversations")
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self.hf_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
         return found["input_ids"], [any(a <= start < b for a, b in spans) for start in starts]
 
     def _check_is_fast_tokenizer(self, feature: str) -> None:
-        if not getattr(self.tokenizer, "is_fast", False):
+        if not getattr(self.hf_tokenizer, "is_fast", False):
             raise ConfigError(
-                f"{feature} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
+                f"{feature} requires a fast tokenizer, but {self.name!r} is a {type(self.hf_tokenizer).__name__}.",
                 remedy="Set data.tokenizer to a folder that contains a tokenizer.json.",
             )
 
     @property
     def is_byte_level(self) -> bool:
-        return self.tokenizer is None
+        return self.hf_tokenizer is None
 
-    def to_transformers_tokenizer(self, *, adds_end_token: bool, chat_template: str | None = None) -> Any:
+    def to_transformers_tokenizer(self, *, add_end_token: bool, chat_template: str | None = None) -> Any:
         """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
 
-        ``adds_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
+        ``should_add_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """
-        found = make_byte_tokenizer(adds_end_token=adds_end_token) if self.tokenizer is None else self.tokenizer
+        found = make_byte_tokenizer(add_end_token=add_end_token) if self.hf_tokenizer is None else self.hf_tokenizer
         if chat_template is not None:
             found.chat_template = chat_template
         return found
 
 
-def make_byte_tokenizer(*, adds_end_token: bool) -> Any:
+def make_byte_tokenizer(*, add_end_token: bool) -> Any:
     """Create a byte-level transformers tokenizer with the same token ids as ``TextTokenizer``.
 
     Args:
-        adds_end_token: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair of
-            texts.
+        should_add_end_token: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair
+            of texts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -120,7 +120,7 @@ def make_byte_tokenizer(*, adds_end_token: bool) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(end, normalized=False), AddedToken(mask, normalized=False)])
-    if adds_end_token:
+    if add_end_token:
         made.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A {letters[0]} $B {end}", special_tokens=[(end, PAD_TOKEN), (letters[0], 0)]
         )
@@ -129,12 +129,12 @@ def make_byte_tokenizer(*, adds_end_token: bool) -> Any:
 
 
 def load_tokenizer(
-    name: str | None, model_name: str, *, has_random_weights: bool, trust_remote_code: bool = False
+    tokenizer_name: str | None, model_name: str, *, has_random_weights: bool, trust_remote_code: bool = False
 ) -> TextTokenizer:
     """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
-    if name == BYTES or (name is None and has_random_weights):
+    if tokenizer_name == BYTES or (tokenizer_name is None and has_random_weights):
         return TextTokenizer()
-    source = model_name if name is None else name
+    source = model_name if tokenizer_name is None else tokenizer_name
     transformers = load_transformers()
 
     folder = Path(source)

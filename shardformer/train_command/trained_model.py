@@ -24,9 +24,9 @@ from shardformer.train_command.build import (
     freeze_and_add_lora,
     get_transformers_model_class,
 )
-from shardformer.train_command.config_schema import TrainConfig, apply_command_line_override, parse_config
+from shardformer.train_command.config_schema import TrainConfig, apply_config_override, parse_config
 from shardformer.train_command.datasets import ImageTransform
-from shardformer.train_command.load_data import adds_end_token, load_data
+from shardformer.train_command.load_data import load_data, should_add_end_token
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run import CONFIG_FILE, MODEL_KEY, TEMPLATE_KEY, Resume, load_data_and_model
 from shardformer.train_command.summary import EXPORT_FOLDER
@@ -35,14 +35,14 @@ from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
 from shardformer.training.hooks import Checkpoint, Metrics
 from shardformer.training.initialize import initialize
-from shardformer.training.sample_order import length_or_none
+from shardformer.training.sample_order import get_length_or_none
 from shardformer.training.trainer import HOOKS, Trainer
 from shardformer.transformers_compat import load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 
 
 @dataclass(frozen=True, eq=False)
-class TrainedModel:
+class SavedModel:
     """A trained model that can be loaded under any parallel layout.
 
     Args:
@@ -59,12 +59,12 @@ class TrainedModel:
     run: TrainConfig | None = None
     chat_template: str | None = None
 
-    def with_config_overrides(self, overrides: Sequence[str]) -> TrainedModel:
+    def with_config_overrides(self, overrides: Sequence[str]) -> SavedModel:
         """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
         tables = _remove_none_values(self.run.model_dump())
         for change in overrides:
-            apply_command_line_override(tables, change)
+            apply_config_override(tables, change)
         return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
 
     def build_lazy_model(self) -> nn.Module:
@@ -101,49 +101,51 @@ class TrainedModel:
         """Load the tokenizer or the image transform of the model. Raises ConfigError if the model has neither."""
         run = self.run
         if run is None:
-            return load_tokenizer(None, self.name, has_random_weights=False).tokenizer
+            return load_tokenizer(None, self.name, has_random_weights=False).hf_tokenizer
         if run.model.task == "image_classification":
-            return ImageTransform.for_model(run.model.name, get_image_size(self.model_config))
+            return ImageTransform.from_pretrained(run.model.name, get_image_size(self.model_config))
         tokens = load_tokenizer(
             run.data.tokenizer,
             run.model.name,
             has_random_weights=run.model.random,
             trust_remote_code=run.model.trust_remote_code,
         )
-        return tokens.to_transformers_tokenizer(adds_end_token=adds_end_token(run), chat_template=self.chat_template)
+        return tokens.to_transformers_tokenizer(
+            add_end_token=should_add_end_token(run), chat_template=self.chat_template
+        )
 
 
-def find_trained_model(source: str) -> TrainedModel:
+def find_saved_model(path_or_name: str) -> SavedModel:
     """Find a trained model by the path of a run, a checkpoint or a model folder, or by its name on the hub.
 
     Raises:
         ConfigError: There is no such model.
     """
-    path = Path(source).expanduser()
+    path = Path(path_or_name).expanduser()
     if (path / CONFIG_FILE).is_file():
-        return _find_model_of_run(path, source)
+        return _find_saved_model_of_run(path, path_or_name)
     if path.exists() and not (path / "config.json").is_file():
-        return _find_model_of_checkpoint(path, source)
-    name = str(path) if path.exists() else source
+        return _find_saved_model_of_checkpoint(path, path_or_name)
+    name = str(path) if path.exists() else path_or_name
     try:
-        return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
+        return SavedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         reason = get_first_message_line(error)
         raise ConfigError(
-            f"No trained model was found at {source!r}: {reason}.",
+            f"No trained model was found at {path_or_name!r}: {reason}.",
             remedy="Use a run folder, a checkpoint, a folder that save_pretrained wrote, or a name on the Hugging Face "
             "hub.",
         ) from error
 
 
-def _find_model_of_run(path: Path, source: str) -> TrainedModel:
-    checkpoints = path / "checkpoints"
+def _find_saved_model_of_run(run_folder: Path, path_or_name: str) -> SavedModel:
+    checkpoints = run_folder / "checkpoints"
     try:
-        found = _find_model_of_checkpoint(checkpoints, source)
+        found = _find_saved_model_of_checkpoint(checkpoints, path_or_name)
     except ConfigError as error:
-        exported = path / EXPORT_FOLDER
+        exported = run_folder / EXPORT_FOLDER
         remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder that contains the checkpoints"
-        raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}.", remedy=remedy) from error
+        raise ConfigError(f"The run {path_or_name!r} has no checkpoint in {checkpoints}.", remedy=remedy) from error
     assert found.checkpoint is not None and found.run is not None
     best = _read_hook_states(found.checkpoint).get(Checkpoint.__name__)
     options = found.run.hooks.get("checkpoint")
@@ -153,8 +155,8 @@ def _find_model_of_run(path: Path, source: str) -> TrainedModel:
     return replace(found, checkpoint=folder) if folder.is_dir() else found
 
 
-def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
-    checkpoint = next(find_checkpoints(path))
+def _find_saved_model_of_checkpoint(checkpoint_folder: Path, path_or_name: str) -> SavedModel:
+    checkpoint = next(find_checkpoints(checkpoint_folder))
     state = _read_hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
@@ -166,7 +168,7 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     fields = json.loads(state[MODEL_KEY])
     mapping = load_transformers().CONFIG_MAPPING
     kind = mapping[fields["model_type"]] if fields["model_type"] in mapping else type(load_model_config(run))
-    return TrainedModel(source, kind.from_dict(fields), checkpoint, run, state.get(TEMPLATE_KEY))
+    return SavedModel(path_or_name, kind.from_dict(fields), checkpoint, run, state.get(TEMPLATE_KEY))
 
 
 def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
@@ -176,21 +178,21 @@ def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
 
 
-def _remove_none_values(tables: Any) -> Any:
+def _remove_none_values(config_dict: Any) -> Any:
     """Remove None values from nested tables, because TOML has no such value."""
-    if not isinstance(tables, dict):
-        return tables
-    return {name: _remove_none_values(value) for name, value in tables.items() if value is not None}
+    if not isinstance(config_dict, dict):
+        return config_dict
+    return {name: _remove_none_values(value) for name, value in config_dict.items() if value is not None}
 
 
-def evaluate_model(trained_model: TrainedModel) -> dict[str, float] | None:
+def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
     """Evaluate a model on its validation data, and return the loss, the metrics and the number of samples.
 
     Returns None on all ranks except the first. The metrics are those of the run's hook ``metrics``. Without this hook,
     they are the perplexity of a language model, or the accuracy of a classifier if scikit-learn is installed.
     Communicates like ``Engine.evaluate`` and ``Metrics``.
     """
-    run = trained_model.run
+    run = saved_model.run
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
@@ -198,20 +200,20 @@ def evaluate_model(trained_model: TrainedModel) -> dict[str, float] | None:
             "initial model.",
             remedy="Use validation/loss in the metrics that the run recorded.",
         )
-    if trained_model.checkpoint is None:
+    if saved_model.checkpoint is None:
         data, model = load_data_and_model(run)
         engine = initialize(model, None, parallel=run.layout)
     else:
-        data = load_data(run, get_image_size(trained_model.model_config), get_class_names(trained_model.model_config))
-        engine = trained_model.load_engine(run.layout)
+        data = load_data(run, get_image_size(saved_model.model_config), get_class_names(saved_model.model_config))
+        engine = saved_model.load_engine(run.layout)
     hooks = [hook for hook in build_hooks(run) if isinstance(hook, Metrics)]
     if not hooks and run.model.task in ("causal", "masked", "sequence_to_sequence"):
         hooks = [Metrics("perplexity")]
     elif not hooks and find_spec("sklearn") is not None:
         hooks = [Metrics("mean_squared_error" if run.model.task == "regression" else "accuracy")]
-    options = {"batch_size": run.data.batch_size, "shuffle": False, "merge_last": True, "collate_fn": data.collate}
-    validation = create_data_loader(data.validation, engine.context, **options)
+    options = {"batch_size": run.data.batch_size, "shuffle": False, "merge_last": True, "collate_fn": data.collate_fn}
+    validation = create_data_loader(data.validation_dataset, engine.context, **options)
     values = Trainer(engine, hooks).evaluate(validation)
     found_values = {name.removeprefix("validation/"): value for name, value in values.items()}
-    count = length_or_none(data.validation)  # None for a stream
+    count = get_length_or_none(data.validation_dataset)  # None for a stream
     return {**found_values, **({} if count is None else {"samples": count})} if engine.is_first else None

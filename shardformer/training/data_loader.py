@@ -24,9 +24,9 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import tree_map_only
 from shardformer.training.sample_order import (
     Collate,
-    IndexedDataSource,
-    ShardPosition,
-    StreamedDataSource,
+    DataRankPosition,
+    IterableDataSource,
+    MapStyleDataSource,
     make_data_source,
 )
 
@@ -95,9 +95,9 @@ class ShardedDataLoader:
         if is_loader:
             # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
             own = source.batch_sampler if type(source.batch_sampler) is BatchSampler else source
-            _check_no_conflict_with_loader("num_workers", num_workers, 0, source.num_workers)
-            _check_no_conflict_with_loader("drop_last", drop_last, False, source.drop_last)
-            _check_no_conflict_with_loader("batch_size", batch_size, None, own.batch_size)
+            _check_option_matches_loader("num_workers", num_workers, 0, source.num_workers)
+            _check_option_matches_loader("drop_last", drop_last, False, source.drop_last)
+            _check_option_matches_loader("batch_size", batch_size, None, own.batch_size)
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
@@ -116,8 +116,8 @@ class ShardedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's shard of each remaining batch in the current epoch."""
-        self.check_same_on_all_ranks()
-        batches = self._iterate_local_batches()
+        self.check_same_data_on_all_ranks()
+        batches = self._iter_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
@@ -133,7 +133,7 @@ class ShardedDataLoader:
         if self.on_epoch_end is not None:
             self.on_epoch_end()
 
-    def check_same_on_all_ranks(self) -> None:
+    def check_same_data_on_all_ranks(self) -> None:
         """Check once that all ranks read the same data in the same order. Raises ConfigError on all ranks otherwise."""
         if self._is_compared:
             return
@@ -151,7 +151,7 @@ class ShardedDataLoader:
         }
         check_same_training_data(settings, self._source.size, self._source.read, self._context)
 
-    def get_position_hashes(self) -> dict[str, int]:
+    def get_data_position_hashes(self) -> dict[str, int]:
         """Return hashes of the data position and the last samples, so that ranks can compare them.
 
         A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
@@ -159,27 +159,25 @@ class ShardedDataLoader:
         is_known = self._reading_thread in (0, threading.get_ident())
         position = hash_to_int((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._reading_thread else 0
-        return {"position": position, "samples" if isinstance(self._source, StreamedDataSource) else "order": seen}
+        return {"position": position, "samples" if isinstance(self._source, IterableDataSource) else "order": seen}
 
-    def _iterate_local_batches(self) -> Iterator[tuple[int, Any]]:
-        if isinstance(self._source, StreamedDataSource):
+    def _iter_local_batches(self) -> Iterator[tuple[int, Any]]:
+        if isinstance(self._source, IterableDataSource):
             ends = (self._drop_last, self._merge_last)
-            return self._source.iterate_batch_shards(
-                self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends
-            )
-        return self._source.iterate_batch_shards(
+            return self._source.iter_batch_shards(self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends)
+        return self._source.iter_batch_shards(
             self.epoch, self.seed, self._split_into_global_batches, self._shard, self.seen
         )
 
-    def _split_into_global_batches(self, sample_order: Sequence[Any]) -> list[Sequence[Any]]:
+    def _split_into_global_batches(self, epoch_order: Sequence[Any]) -> list[Sequence[Any]]:
         """Split the remaining samples of the current epoch into global batches."""
         if self._source.makes_batches:
-            sums = itertools.accumulate(map(len, sample_order), initial=0)
-            batches = [batch for batch, start in zip(sample_order, sums) if start >= self.seen]
+            sums = itertools.accumulate(map(len, epoch_order), initial=0)
+            batches = [batch for batch, start in zip(epoch_order, sums) if start >= self.seen]
         else:
             assert self.batch_size is not None
-            starts = range(self.seen, len(sample_order), self.batch_size)
-            batches = [sample_order[start : start + self.batch_size] for start in starts]
+            starts = range(self.seen, len(epoch_order), self.batch_size)
+            batches = [epoch_order[start : start + self.batch_size] for start in starts]
             if batches and self._drop_last and len(batches[-1]) < self.batch_size:
                 batches.pop()
         if self._merge_last and len(batches) > 1 and len(batches[-1]) < self._shard.size:
@@ -203,12 +201,12 @@ class ShardedDataLoader:
 
     def set_parallel_context(self, context: ParallelContext) -> None:
         """Shard later batches over the data-parallel ranks of ``context``, after the layout has changed."""
-        self.check_num_ranks(context.data.size)
-        self._shard, self._context = ShardPosition(context.data.rank, context.data.size), context
+        self.check_num_data_ranks(context.data.size)
+        self._shard, self._context = DataRankPosition(context.data.rank, context.data.size), context
 
     def get_example_batch(self) -> Any:
         """Return a batch of the first two samples, or None if the samples cannot be read by their index."""
-        return self._source.get_example_batch() if isinstance(self._source, IndexedDataSource) else None
+        return self._source.get_example_batch() if isinstance(self._source, MapStyleDataSource) else None
 
     def rewind(self) -> None:
         """Reset the data position to the first batch of the first epoch."""
@@ -231,13 +229,13 @@ class ShardedDataLoader:
 
     # --- checks
 
-    def check_num_ranks(self, num_ranks: int) -> None:
+    def check_num_data_ranks(self, num_data_ranks: int) -> None:
         """Raise ConfigError if a global batch would have fewer samples than there are data-parallel ranks."""
         count, size = self._source.count, self.batch_size
-        if size is not None and size < num_ranks:
+        if size is not None and size < num_data_ranks:
             raise ConfigError(
-                f"batch_size={size} is smaller than the number of data-parallel ranks ({num_ranks}).",
-                remedy=f"Use a batch_size of {num_ranks} or more, because all ranks share the global batch.",
+                f"batch_size={size} is smaller than the number of data-parallel ranks ({num_data_ranks}).",
+                remedy=f"Use a batch_size of {num_data_ranks} or more, because all ranks share the global batch.",
             )
         if count is None or size is None:
             return
@@ -248,23 +246,25 @@ class ShardedDataLoader:
             )
         rest = count % size
         is_merged = self._merge_last and count > size
-        if 0 < rest < num_ranks and not self._drop_last and not is_merged:
+        if 0 < rest < num_data_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, fewer than the "
-                f"number of data-parallel ranks ({num_ranks}).",
+                f"number of data-parallel ranks ({num_data_ranks}).",
                 remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
             )
 
 
-def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
+def create_data_loader(source: Any, context: ParallelContext, **loader_kwargs: Any) -> ShardedDataLoader:
     """Create a data loader on each rank, and raise on all ranks if one rank fails or reads different data."""
-    make = partial(ShardedDataLoader, source, context, **options)
+    make = partial(ShardedDataLoader, source, context, **loader_kwargs)
     loader: ShardedDataLoader = run_and_compare_across_ranks(context, make, action="create the data loader")
-    loader.check_same_on_all_ranks()
+    loader.check_same_data_on_all_ranks()
     return loader
 
 
-def make_example_arguments(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
+def make_example_forward_kwargs(
+    dataset: Any, model: nn.Module, collate_fn: Collate | None = None
+) -> dict[str, Any] | None:
     """Build example arguments for ``model.forward`` from the first two samples of a data set or DataLoader.
 
     Leaves out values that ``forward`` does not accept. Returns None if the samples cannot be read by their index.
@@ -274,8 +274,8 @@ def make_example_arguments(source: Any, model: nn.Module, collate: Collate | Non
     in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     try:
-        data = make_data_source(source, copy.copy(collate), 0, None)
-        batch = data.get_example_batch() if isinstance(data, IndexedDataSource) else None
+        data = make_data_source(dataset, copy.copy(collate_fn), 0, None)
+        batch = data.get_example_batch() if isinstance(data, MapStyleDataSource) else None
     except Exception:  # code of the user, for which the error of the model is more useful
         return None
     if isinstance(batch, Mapping):
@@ -285,15 +285,15 @@ def make_example_arguments(source: Any, model: nn.Module, collate: Collate | Non
     return dict(zip(in_order, batch, strict=False)) if isinstance(batch, (list, tuple)) else None
 
 
-def _check_no_conflict_with_loader(option: str, value: object, default: object, loader_value: object) -> None:
+def _check_option_matches_loader(option_name: str, value: object, default: object, loader_value: object) -> None:
     if value not in (default, loader_value):
         raise ConfigError(
-            f"{option}={value!r} conflicts with {option}={loader_value!r} of the DataLoader.",
-            remedy=f"Pass {option} only to the DataLoader.",
+            f"{option_name}={value!r} conflicts with {option_name}={loader_value!r} of the DataLoader.",
+            remedy=f"Pass {option_name} only to the DataLoader.",
         )
 
 
-def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
+def to_forward_kwargs(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
     """Convert a batch to a dict of keyword arguments for ``model.forward``.
 
     A sequence contains positional arguments, or one dict of arguments by name. If ``has_target`` is True, the target of
@@ -306,7 +306,7 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     if isinstance(batch, (list, tuple)) and has_target and len(batch) == 2 and isinstance(batch[0], Mapping):
         return {**batch[0], TARGET_KEY: batch[1]}
     if not isinstance(batch, (list, tuple)) or not batch or any(isinstance(each, Mapping) for each in batch):
-        kind = _describe_batch(batch)
+        kind = _describe_batch_type(batch)
         raise InputError(
             f"A batch must be a dict or a tuple of arguments of the forward method, but got {kind}.",
             remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn also a "
@@ -329,13 +329,13 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
 
 
-def _describe_batch(batch: Any) -> str:
+def _describe_batch_type(batch: Any) -> str:
     if not isinstance(batch, (list, tuple)):
         return type(batch).__name__
     return f"{type(batch).__name__} of {', '.join(type(each).__name__ for each in batch) or 'nothing'}"
 
 
-def is_batch_list(batch: Any) -> bool:
+def is_list_of_batches(batch: Any) -> bool:
     """Return whether ``batch`` is a list of batches, rather than a single batch of tensors."""
     return (
         isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(b, (Mapping, list, tuple)) for b in batch)
@@ -347,10 +347,10 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+def wrap_loss_fn(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
     """Wrap a user's loss function so that it can be called with the model output and a micro-batch."""
 
-    def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
+    def wrapped_loss_fn(output: Any, micro_batch: Mapping[str, Any]) -> Any:
         try:
             return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
         except TypeError as error:  # the function may have the signature of another function
@@ -361,7 +361,7 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
                 remedy="Define loss_fn with these two arguments, and set SHARDFORMER_TRACEBACK=1 to see the traceback.",
             ) from error
 
-    return loss
+    return wrapped_loss_fn
 
 
 def collate_samples(samples: list[Any]) -> Any:
@@ -383,16 +383,16 @@ def collate_samples(samples: list[Any]) -> Any:
             f"All samples of a batch must have the same keys, but got {keys} and {other_keys}.",
             remedy="Use the same keys in all samples, or pass your own collate_fn.",
         )
-    return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
+    return {key: _collate_values(str(key), [sample[key] for sample in samples]) for key in first}
 
 
-def _collate_column(key: str, values: list[Any]) -> Any:
+def _collate_values(key: str, values: list[Any]) -> Any:
     """Collate the values of one key, such as ``input_ids``, in all samples of a batch."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
         return torch.tensor(values)
-    values = [_as_tensor(key, value) for value in values]
+    values = [_convert_to_tensor(key, value) for value in values]
     sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
@@ -404,7 +404,7 @@ def _collate_column(key: str, values: list[Any]) -> Any:
     return torch_data.default_collate(values)
 
 
-def _as_tensor(key: str, value: Any) -> Any:
+def _convert_to_tensor(key: str, value: Any) -> Any:
     """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
     leaf = value  # the first number in nested lists and arrays, or the first empty list
     while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):

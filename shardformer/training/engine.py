@@ -25,15 +25,15 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import acquire_folder_lock, to_absolute_path
-from shardformer.gradients.clipping import clip_gradients_with_norm, grad_norm
+from shardformer.gradients.clipping import clip_grads_with_norm_, grad_norm
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, eval_mode
 from shardformer.public_names import deprecate_renamed_arguments, deprecate_renamed_parameters
-from shardformer.sharding.describe import count_parameters, format_summary, format_summary_as_html
+from shardformer.sharding.describe import count_total_and_local_params, format_summary, format_summary_as_html
 from shardformer.torch_compat import is_true_or_unknown
-from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
+from shardformer.training.data_loader import ShardedDataLoader, is_list_of_batches, move_to_device, to_forward_kwargs
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -41,40 +41,54 @@ POSITION_KEY, USER_STATE_KEY = "engine", "user"
 """Keys of the engine's own values and of the user's values in ``extra`` of a checkpoint."""
 
 
-def pack_engine_state(steps: int, skipped_steps: int, data_position: Any, extra: Any) -> dict[str, Any]:
-    return {POSITION_KEY: {"steps": steps, "skipped": skipped_steps, "data": data_position}, USER_STATE_KEY: extra}
+def pack_engine_state(num_steps: int, num_skipped_steps: int, data_position: Any, user_state: Any) -> dict[str, Any]:
+    return {
+        POSITION_KEY: {"steps": num_steps, "skipped": num_skipped_steps, "data": data_position},
+        USER_STATE_KEY: user_state,
+    }
 
 
-def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
+def unpack_engine_state(loaded_checkpoint: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
     """Separate the state of the engine in a checkpoint from the values that the user stored.
 
     Returns the number of steps and of skipped steps, the data position, and the checkpoint with only the user's values.
     """
-    engine_state = loaded.extra
+    engine_state = loaded_checkpoint.extra
     if not isinstance(engine_state, dict) or engine_state.keys() != {POSITION_KEY, USER_STATE_KEY}:
-        return loaded.step, 0, None, loaded
+        return loaded_checkpoint.step, 0, None, loaded_checkpoint
     place = engine_state[POSITION_KEY]
-    return place["steps"], place["skipped"], place["data"], replace(loaded, extra=engine_state[USER_STATE_KEY])
-
-
-def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
-    """Lock a checkpoint folder until the object ``owner`` is deleted, so that no other job saves into the folder.
-
-    The first rank takes the lock. If it fails, all ranks raise.
-    """
-    run_on_first_rank(lambda: acquire_folder_lock(to_absolute_path(folder), owner), world, f"Saving into {folder}")
-
-
-def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
-    """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
-    return run_on_first_rank(
-        lambda: to_absolute_path(folder).is_dir() and bool(list_checkpoints_with_save_times(to_absolute_path(folder))),
-        world,
-        f"Looking into {folder}",
+    return (
+        place["steps"],
+        place["skipped"],
+        place["data"],
+        replace(loaded_checkpoint, extra=engine_state[USER_STATE_KEY]),
     )
 
 
-@deprecate_renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
+def acquire_checkpoint_lock(directory: str | os.PathLike[str], lock_owner: object, world: Axis) -> None:
+    """Lock a checkpoint folder until the object ``lock_owner`` is deleted, so that no other job saves into the folder.
+
+    The first rank takes the lock. If it fails, all ranks raise.
+    """
+    run_on_first_rank(
+        lambda: acquire_folder_lock(to_absolute_path(directory), lock_owner), world, f"Saving into {directory}"
+    )
+
+
+def has_checkpoint(directory: str | os.PathLike[str], world: Axis) -> bool:
+    """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
+    return run_on_first_rank(
+        lambda: (
+            to_absolute_path(directory).is_dir() and bool(list_checkpoints_with_save_times(to_absolute_path(directory)))
+        ),
+        world,
+        f"Looking into {directory}",
+    )
+
+
+@deprecate_renamed_arguments(
+    {}, renamed_attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"}
+)
 class Engine:
     """Training engine for a sharded model, with the same API under every layout. Create it with ``initialize``.
 
@@ -136,7 +150,7 @@ class Engine:
 
     def summary(self) -> tuple[str, dict[str, str]]:
         """Return the title and the rows of a table that describes the engine and its progress."""
-        total, local = count_parameters(self.model)
+        total, local = count_total_and_local_params(self.model)
         kinds = [type(inner).__name__ for each in self.optimizers for inner in getattr(each, "inner", (each,))]
         return f"Engine of {type(self.model).__name__}", {
             "layout": f"{self.layout} (rank {self.context.rank} of {self.world.size})",
@@ -184,11 +198,11 @@ class Engine:
         """
         return self._compute_loss(batch, "engine(batch)")
 
-    def _compute_loss(self, batch: Any, caller: str, *, trains: bool = False) -> Tensor:
+    def _compute_loss(self, batch: Any, caller_name: str, *, force_training: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
-        if not (trains or (self.model.training and torch.is_grad_enabled())):
-            check_same_call_and_data(f"{caller} in eval mode", self.world)
-            return self._average_over_data_ranks(self.pipeline.evaluate(batch))
+        if not (force_training or (self.model.training and torch.is_grad_enabled())):
+            check_same_call_and_data(f"{caller_name} in eval mode", self.world)
+            return self._average_loss_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
             method = "step" if self._is_backward_done else "backward"
             raise InputError(
@@ -200,10 +214,12 @@ class Engine:
                 "The engine cannot train without an optimizer.",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only.",
             )
-        check_same_call_and_data(caller, self.world, self.data.get_position_hashes() if self.has_data else None)
+        check_same_call_and_data(
+            caller_name, self.world, self.data.get_data_position_hashes() if self.has_data else None
+        )
         self._notify_listener("before_forward")
         try:
-            self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
+            self._pending_loss = self._average_loss_over_data_ranks(self.pipeline.step(batch))
         except BaseException:
             with suppress(Exception):  # otherwise the next step would add these incomplete gradients
                 self.zero_grad()
@@ -238,11 +254,11 @@ class Engine:
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
         check_same_call_and_data("engine.step", self.world)
-        return self._run_optimizer_step()
+        return self._optimizer_step()
 
-    def _run_optimizer_step(self) -> bool:
+    def _optimizer_step(self) -> bool:
         self._notify_listener("before_optimizer_step")
-        is_updated = self._update_weights()
+        is_updated = self._clip_and_step_optimizers()
         self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_updated
@@ -262,9 +278,9 @@ class Engine:
                 "engine.train_step cannot train under torch.no_grad().",
                 remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch).",
             )
-        loss = self._compute_loss(batch, "engine.train_step", trains=True)
+        loss = self._compute_loss(batch, "engine.train_step", force_training=True)
         self.backward(loss)
-        self._run_optimizer_step()
+        self._optimizer_step()
         return loss
 
     def evaluate(self, batches: Any) -> Tensor:
@@ -276,9 +292,9 @@ class Engine:
             batches: A batch, or an iterable of batches. All data ranks need the same number of batches.
         """
         wait_for_all_ranks("engine.evaluate", self.world)
-        several = self._iter_synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
+        several = self._iter_synchronized_batches(batches) if _is_iterable_of_batches(batches) else [batches]
         with eval_mode(self.model):
-            return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
+            return self._average_loss_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _iter_synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and check that all ranks have the same number of batches."""
@@ -314,17 +330,17 @@ class Engine:
             optimizer.zero_grad()
 
     def _prepare_batch(self, batch: Any) -> Any:
-        if is_batch_list(batch):
+        if is_list_of_batches(batch):
             return [self._prepare_batch(each) for each in batch]
-        return move_to_device(to_forward_arguments(batch, self.model, has_target=self._has_target), self.context.device)
+        return move_to_device(to_forward_kwargs(batch, self.model, has_target=self._has_target), self.context.device)
 
-    def _average_over_data_ranks(self, loss: Tensor) -> Tensor:
+    def _average_loss_over_data_ranks(self, loss: Tensor) -> Tensor:
         """Average the loss over the data-parallel ranks if the option ``average_loss_over`` is "ranks"."""
         if self.parallel.average_loss_over == "ranks" and self.context.data.size > 1:
             return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
         return loss
 
-    def _update_weights(self) -> bool:
+    def _clip_and_step_optimizers(self) -> bool:
         if isinstance(zero := self.optimizers[0], ZeroOptimizer):
             before, is_taken = zero.skipped, self.parallel.max_grad_norm or self.parallel.on_nonfinite != "ignore"
             if self.takes_grad_norm and not is_taken:
@@ -332,32 +348,32 @@ class Engine:
             zero.step()
             self.grad_norm, is_updated = zero.grad_norm, zero.skipped == before
         else:
-            is_updated = self._clip_gradients()
+            is_updated = self._clip_grad_norm()
             for optimizer in self.optimizers if is_updated else ():
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return is_updated
 
-    def _clip_gradients(self) -> bool:
+    def _clip_grad_norm(self) -> bool:
         """Clip the gradients. Return False if they are not finite and the weight update must be skipped."""
         config = self.parallel
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
         if norm is None:
             return True
         if config.on_nonfinite == "ignore" or is_true_or_unknown(torch.isfinite(norm)):
-            clip_gradients_with_norm(self.model, norm, config.max_grad_norm or math.inf)
+            clip_grads_with_norm_(self.model, norm, config.max_grad_norm or math.inf)
             return True
         if config.on_nonfinite == "skip":
             return False
-        names = self._describe_nonfinite_gradients()
+        names = self._describe_nonfinite_grads()
         raise InputError(
             f"The gradient norm of step {self.steps + 1} is {float(norm)}, with nonfinite gradients in {names}.",
             rule="No weight was changed.",
             remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip' to skip such steps.",
         )
 
-    def _describe_nonfinite_gradients(self) -> str:
+    def _describe_nonfinite_grads(self) -> str:
         """Describe which parameters have nonfinite gradients on any rank. Communicates the names of the parameters."""
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
@@ -374,21 +390,21 @@ class Engine:
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:
-            if not needs_metric(scheduler):
+            if not requires_metric(scheduler):
                 scheduler.step()
 
     def _step_epoch_schedulers(self) -> None:
         if self.scheduler_every == "epoch":
             self._step_schedulers()
 
-    def _notify_listener(self, event: str) -> None:
+    def _notify_listener(self, event_name: str) -> None:
         if self.listener is not None:
-            self.listener(event)
+            self.listener(event_name)
 
-    def _check_no_unfinished_step(self, caller: str) -> None:
+    def _check_no_unfinished_step(self, caller_name: str) -> None:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{caller} cannot be called between engine(batch) and engine.step().",
+                f"{caller_name} cannot be called between engine(batch) and engine.step().",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad().",
             )
 
@@ -478,32 +494,32 @@ class Engine:
         Restores weights, optimizer, scheduler, random state, step count and data position. If an error is raised, all
         of them keep their previous state, including the gradients of an unfinished step.
         """
-        return self.load_and_run_callback(directory)
+        return self.load_with_callback(directory)
 
-    def load_and_run_callback(
-        self, folder: str | os.PathLike[str], callback: Callable[[LoadedCheckpoint], object] = lambda _: None
+    def load_with_callback(
+        self, directory: str | os.PathLike[str], on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint and pass it to the function ``callback``. If one fails, the engine is not changed."""
+        """Load a checkpoint and pass it to the function ``on_loaded``. If one fails, the engine is not changed."""
         wait_for_all_ranks("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, self.data.state() if self.has_data else None
 
-        def restore(steps: int, skipped: int, position: Any) -> None:
-            if self.has_data and position is not None:
-                self.data.load_state(position)
-            self.steps, self.skipped = steps, skipped
+        def restore_progress(num_steps: int, num_skipped_steps: int, data_position: Any) -> None:
+            if self.has_data and data_position is not None:
+                self.data.load_state(data_position)
+            self.steps, self.skipped = num_steps, num_skipped_steps
 
-        def take_user_state(checkpoint: LoadedCheckpoint) -> None:
+        def on_checkpoint_loaded(checkpoint: LoadedCheckpoint) -> None:
             *place, loaded = unpack_engine_state(checkpoint)
-            restore(*place)
-            callback(loaded)
+            restore_progress(*place)
+            on_loaded(loaded)
 
         try:
             checkpoint = load_checkpoint_with_callback(
-                folder, self.model, self.optimizer, self.scheduler, take_user_state
+                directory, self.model, self.optimizer, self.scheduler, on_checkpoint_loaded
             )
         except BaseException:
-            restore(*before)
+            restore_progress(*before)
             raise
         self.zero_grad()
         return unpack_engine_state(checkpoint)[-1]
@@ -561,14 +577,14 @@ class Engine:
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
-def needs_metric(scheduler: Any) -> bool:
+def requires_metric(scheduler: Any) -> bool:
     """Return whether the ``step`` method of a scheduler requires a metric, as with ``ReduceLROnPlateau``."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _is_batch_stream(batches: Any) -> bool:
+def _is_iterable_of_batches(batches: Any) -> bool:
     """Return whether ``batches`` is an iterable of batches, rather than a single batch."""
     if isinstance(batches, (Mapping, Tensor)):
         return False
-    return is_batch_list(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)
+    return is_list_of_batches(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)

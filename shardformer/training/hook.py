@@ -53,7 +53,7 @@ RENAMED_DIRECTORY = {"folder": "directory"}
 """Earlier name of the argument and attribute of hooks that write files -> its name."""
 
 
-def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
+def check_has_validation_data(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raise ConfigError if a hook requires validation data, but the trainer has none."""
     if not trainer.has_validation:
         raise ConfigError(
@@ -62,23 +62,23 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
         )
 
 
-def get_metric_value(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
+def get_metric_value(hook: Hook, metric_name: str, trainer: TrainerProtocol) -> float:
     """Return the value of a metric in ``trainer.values``. Raise InputError if no earlier hook computed the metric."""
-    if metric not in trainer.values:
+    if metric_name not in trainer.values:
         name = type(hook).__name__
         raise InputError(
-            f"The hook {name} cannot find the metric {metric!r} in trainer.values.",
+            f"The hook {name} cannot find the metric {metric_name!r} in trainer.values.",
             rule=f"Put the hook that computes this metric before {name} in the list of hooks.",
-            remedy=suggest_similar_names(metric, trainer.values),
+            remedy=suggest_similar_names(metric_name, trainer.values),
         )
-    return trainer.values[metric]
+    return trainer.values[metric_name]
 
 
-def is_improved(value: float, best: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
+def is_improvement(metric_value: float, best_value: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
     """Return whether a metric improved on its best value by more than ``min_delta``. NaN is never an improvement."""
-    if math.isnan(value) or best is None:
-        return not math.isnan(value)
-    return (best - value if mode == "min" else value - best) > min_delta
+    if math.isnan(metric_value) or best_value is None:
+        return not math.isnan(metric_value)
+    return (best_value - metric_value if mode == "min" else metric_value - best_value) > min_delta
 
 
 class Hook:

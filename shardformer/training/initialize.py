@@ -43,17 +43,17 @@ from shardformer.pipeline.pipeline import (
     is_batch_norm,
     set_training_modes,
 )
-from shardformer.random_state import restore_random_state_on_error
+from shardformer.random_state import restore_rng_states_on_error
 from shardformer.shard_model_api import shard_model_in_place
 from shardformer.sharding.checks import check_no_dtensors
-from shardformer.sharding.compiled_layers import compile_model, get_stack_compilers
+from shardformer.sharding.compiled_layers import compile_model, get_layer_stack_compilers
 from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled_module
 from shardformer.training.data_loader import (
     ShardedDataLoader,
     create_data_loader,
-    is_batch_list,
-    to_forward_arguments,
-    wrap_loss_function,
+    is_list_of_batches,
+    to_forward_kwargs,
+    wrap_loss_fn,
 )
 from shardformer.training.engine import Engine
 from shardformer.training.user_changes import (
@@ -63,7 +63,7 @@ from shardformer.training.user_changes import (
     gather_model_changes,
     take_model_snapshot,
 )
-from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_on_error
+from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_optimizers_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -71,7 +71,7 @@ OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 
 
 @contextmanager
-def _detach_optimizer_parameters(
+def _detach_optimizer_params(
     optimizers: Sequence[Optimizer], model: nn.Module
 ) -> Iterator[Callable[[nn.Module], None]]:
     """Remove a model's parameters from its optimizers, and yield a function that adds the sharded parameters.
@@ -83,12 +83,12 @@ def _detach_optimizer_parameters(
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for optimizer in optimizers:
-        _check_optimizer_fits_model(optimizer, names)
+        _check_optimizer_params_in_model(optimizer, names)
     lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     aliases = [[names[id(p)] for p in params] for params in lists]
 
-    def attach(sharded: nn.Module) -> None:
-        local = dict(sharded.named_parameters(remove_duplicate=False))  # without those of other pipeline stages
+    def attach_params(sharded_model: nn.Module) -> None:
+        local = dict(sharded_model.named_parameters(remove_duplicate=False))  # without those of other pipeline stages
         for params, names_of_params in zip(lists, aliases, strict=True):
             found = [next((local[name] for name in names if name in local), None) for names in names_of_params]
             params[:] = [p for p in found if p is not None]
@@ -105,16 +105,16 @@ def _detach_optimizer_parameters(
     for params in lists:
         params.clear()
     try:
-        yield attach
+        yield attach_params
     except BaseException:
-        attach(model)
+        attach_params(model)
         raise
 
 
-def _check_optimizer_fits_model(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> None:
+def _check_optimizer_params_in_model(optimizer: Optimizer, names_by_param_id: Mapping[int, Any]) -> None:
     kind = type(optimizer).__name__
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in names_by_id:
+        if id(param) not in names_by_param_id:
             raise ConfigError(
                 f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model.",
                 remedy="Add the module of this parameter to the model, or remove the parameter from the optimizer.",
@@ -126,7 +126,7 @@ def _check_optimizer_fits_model(optimizer: Optimizer, names_by_id: Mapping[int, 
         )
 
 
-def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
+def _normalize_optimizer_argument(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
     """Convert the ``optimizer`` argument to a list of optimizers, unless it is None or a function."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
@@ -141,21 +141,21 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
     )
 
 
-def get_num_processes() -> int:
+def get_launcher_world_size() -> int:
     """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or get_num_slurm_tasks() or 1)
 
 
-def make_parallel_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
+def get_or_create_parallel_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
         if dist.is_initialized() or get_launcher_env_variable() is not None:
-            return _add_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
+            return _add_derived_mesh_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
         context = ParallelContext.from_sizes({}, device=get_local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
-        return _add_derived_axes(context, config)
+        return _add_derived_mesh_axes(context, config)
     name, requested, actual = differs[0], config.sizes[differs[0]], context.sizes[differs[0]]
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
@@ -169,7 +169,7 @@ def make_parallel_context(context: ParallelContext | None, config: ParallelConfi
     )
 
 
-def _add_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
+def _add_derived_mesh_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Add mesh axes for ring attention, Ulysses and tensor-parallel grids to a context if the config uses them."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
@@ -194,21 +194,23 @@ def _shard_model_and_optimizers(
     lines += [type(each).__name__ for each in optimizers]
     run_and_compare_across_ranks(context, lambda: lines, lambda lines: lines, action="initialize the engine")
     plain, compiler = unwrap_compiled_module(model)
-    with _detach_optimizer_parameters(optimizers, plain) as attach:
+    with _detach_optimizer_params(optimizers, plain) as attach:
 
-        def finish(model: nn.Module) -> None:
-            attach(model)
-            model.to(context.device)
+        def finish_sharding(sharded_model: nn.Module) -> None:
+            attach(sharded_model)
+            sharded_model.to(context.device)
             if config.activation_offload != "device":
-                offload_activations(model, config.activation_offload)
-            on_sharded(ensure_training_mode(model))
+                offload_activations(sharded_model, config.activation_offload)
+            on_sharded(ensure_training_mode(sharded_model))
 
         if METADATA_ATTRIBUTE in plain.__dict__:
             if compiler:
                 compile_model(plain, **compiler)
-            finish(plain)
+            finish_sharding(plain)
             return plain
-        return shard_model_in_place(model, config.make_shard_config(context), policy, finish, make_example_inputs)[0]
+        return shard_model_in_place(
+            model, config.make_shard_config(context), policy, finish_sharding, make_example_inputs
+        )[0]
 
 
 def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
@@ -216,14 +218,14 @@ def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_w
         model,
         config.micro_batches,
         micro_batch_size=config.micro_batch_size,
-        loss_fn=wrap_loss_function(loss_fn) if loss_fn is not None else None,
+        loss_fn=wrap_loss_fn(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
         average_loss_over=config.average_loss_over,
         allow_short_batches=True,
     )
 
 
-def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
+def _resolve_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
     several = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or (several and all(hasattr(each, "step") for each in several)):
         return scheduler
@@ -242,43 +244,45 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
 
 
 @dataclass(eq=False)
-class RebuildArguments:
+class EngineRebuildArguments:
     """Stores the arguments of ``initialize``, so that ``Engine.reshard`` can build an engine with another layout.
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
-        snapshot: Snapshot of the sharded model, to detect later changes by the user.
-        example: Function that returns example arguments of ``forward``, from which a policy may be derived.
+        model_snapshot: Snapshot of the sharded model, to detect later changes by the user.
+        make_example_inputs: Function that returns example arguments of ``forward``, from which a policy may be derived.
     """
 
     meta_model: nn.Module | None
     policy: Any
     loss_fn: Any
     loss_weight: Any
-    snapshot: Mapping[ItemKey, AttributeSnapshot] = field(default_factory=dict)
-    example: Callable[[], Any] = lambda: None
+    model_snapshot: Mapping[ItemKey, AttributeSnapshot] = field(default_factory=dict)
+    make_example_inputs: Callable[[], Any] = lambda: None
 
     def take_snapshot(self, model: nn.Module) -> None:
         if self.meta_model is not None:
-            self.snapshot = take_model_snapshot(model, self.meta_model)
+            self.model_snapshot = take_model_snapshot(model, self.meta_model)
 
 
-def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -> ReshardStats:
+def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, new_parallel_config: Any) -> ReshardStats:
     """Reshard the model and optimizers of an engine for another parallel layout. See ``Engine.reshard``."""
-    config = ParallelConfig.from_value(parallel)
-    if arguments.meta_model is None:
+    config = ParallelConfig.from_value(new_parallel_config)
+    if rebuild_arguments.meta_model is None:
         raise ConfigError(
             "The engine cannot be resharded, because initialize received a model that was already sharded or "
             "quantized.",
             remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint and load it into "
             "a new engine with the new layout.",
         )
-    context = _make_resharded_context(engine.context, config)
+    context = _create_resharded_context(engine.context, config)
     if engine.has_data:
-        engine.data.check_num_ranks(context.data.size)
-    changes = gather_model_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
+        engine.data.check_num_data_ranks(context.data.size)
+    changes = gather_model_changes(
+        rebuild_arguments.model_snapshot, engine.model, rebuild_arguments.meta_model, engine.world
+    )
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
-    if get_stack_compilers(engine.model) and not config.compile:
+    if get_layer_stack_compilers(engine.model) and not config.compile:
         compiled = ""
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")
@@ -287,19 +291,21 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     with (
-        restore_random_state_on_error(engine.context.device),
-        rollback_on_error(optimizers, engine.schedulers),
+        restore_rng_states_on_error(engine.context.device),
+        rollback_optimizers_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
-        with record_changes_if_lazy(arguments.meta_model):
-            model = copy.deepcopy(arguments.meta_model)
+        with record_changes_if_lazy(rebuild_arguments.meta_model):
+            model = copy.deepcopy(rebuild_arguments.meta_model)
         apply_model_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = get_training_modes(model)
-        policy = copy.copy(arguments.policy)
-        model = _shard_model_and_optimizers(model, [], policy, config, context, make_example_inputs=arguments.example)
-        pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
+        policy = copy.copy(rebuild_arguments.policy)
+        model = _shard_model_and_optimizers(
+            model, [], policy, config, context, make_example_inputs=rebuild_arguments.make_example_inputs
+        )
+        pipeline = make_pipeline(model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
         tensors: dict[str, Any] = ModelTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.param_names_by_group, strict=True):
             detach_zero_optimizer(optimizer)
@@ -307,26 +313,26 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
             for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
                 group["params"][:] = [tensors[name] for name in names if name in tensors]
         if config.effective_zero_stage is not None and optimizers:
-            optimizers = [shard_optimizer(model, optimizers, **config.get_zero_options())]
+            optimizers = [shard_optimizer(model, optimizers, **config.get_zero_kwargs())]
         moved = old.load_into(model, optimizers)
     set_training_modes(model, modes)
-    apply_model_changes(changes, arguments.meta_model)
+    apply_model_changes(changes, rebuild_arguments.meta_model)
     engine.adopt(model, optimizers, pipeline, config, context)
-    arguments.take_snapshot(model)
+    rebuild_arguments.take_snapshot(model)
     return moved
 
 
-def _make_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
+def _create_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Create a parallel context with another layout for the same processes."""
     if context.world is None or context.mesh is not None:
-        return make_parallel_context(None, config)
+        return get_or_create_parallel_context(None, config)
     count = len(context.grid.ranks)
     sizes = {name: size or 1 for name, size in config.sizes.items()}
     if config.data is None:
         sizes["data"] = count // (prod(sizes.values()) or 1)
     grid = RankGrid.from_sizes(sizes)
     other = ParallelContext.from_sizes(sizes, grid.get_coords(context.rank), world=context.world, device=context.device)
-    return _add_derived_axes(other, config)
+    return _add_derived_mesh_axes(other, config)
 
 
 def initialize(
@@ -373,15 +379,15 @@ def initialize(
     Raises:
         ShardFormerError: The combination is not supported. Raised on every rank, with the model unchanged.
     """
-    _check_argument_types(model, loss_fn, loss_weight, scheduler_every, context, data_options)
-    config = ParallelConfig.from_value(parallel(get_num_processes()) if callable(parallel) else parallel)
-    optimizers = _normalize_optimizers(optimizer)
-    process_grid = make_parallel_context(context, config)
+    _check_initialize_arguments(model, loss_fn, loss_weight, scheduler_every, context, data_options)
+    config = ParallelConfig.from_value(parallel(get_launcher_world_size()) if callable(parallel) else parallel)
+    optimizers = _normalize_optimizer_argument(optimizer)
+    process_grid = get_or_create_parallel_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
     plain, _ = unwrap_compiled_module(model)
     example = partial(_make_example_inputs, data, plain, has_target=loss_fn is not None)
-    arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
+    arguments = EngineRebuildArguments(None, policy, loss_fn, loss_weight, make_example_inputs=example)
     engine = _create_sharded_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
@@ -403,23 +409,23 @@ def make_engine_without_data(
         make_example_inputs: Function that returns example arguments of ``forward``, from which a policy may be derived,
             or None.
     """
-    _check_argument_types(model, None, None, "step", context, None)
+    _check_initialize_arguments(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
         warn_about_batch_norm_statistics(f"over {context.data.size} data ranks")
-    arguments = RebuildArguments(None, policy, None, None, example=make_example_inputs)
-    return _create_sharded_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
+    arguments = EngineRebuildArguments(None, policy, None, None, make_example_inputs=make_example_inputs)
+    return _create_sharded_engine(model, _normalize_optimizer_argument(optimizer), None, config, context, arguments)
 
 
-def _make_example_inputs(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
+def _make_example_inputs(data_loader: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
     """Build example inputs for ``forward`` from the first training samples, or return None if this is impossible."""
-    batch = data.get_example_batch() if data is not None else None
-    if batch is None or is_batch_list(batch):
+    batch = data_loader.get_example_batch() if data_loader is not None else None
+    if batch is None or is_list_of_batches(batch):
         return None
-    arguments = to_forward_arguments(batch, model, has_target=has_target)
+    arguments = to_forward_kwargs(batch, model, has_target=has_target)
     return {name: value for name, value in arguments.items() if name != TARGET_KEY}
 
 
-def _check_argument_types(
+def _check_initialize_arguments(
     model: Any, loss_fn: Any, loss_weight: Any, scheduler_every: Any, context: Any, data_options: Any
 ) -> None:
     check_is_module(model)
@@ -440,45 +446,47 @@ def _create_sharded_engine(
     scheduler: Any,
     config: ParallelConfig,
     context: ParallelContext,
-    arguments: RebuildArguments,
+    rebuild_arguments: EngineRebuildArguments,
 ) -> Engine:
     """Shard the model and create the training engine. If one rank fails, all ranks restore the model and raise."""
     plain, _ = unwrap_compiled_module(model)
     if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
-        arguments.meta_model = ensure_training_mode(copy_to_meta(plain))
+        rebuild_arguments.meta_model = ensure_training_mode(copy_to_meta(plain))
     engines: list[Engine] = []
 
-    def create(model: nn.Module) -> None:
-        check_quantized_model_has_adapters(model, get_metadata(model).adapters)
+    def create_engine(sharded_model: nn.Module) -> None:
+        check_quantized_model_has_adapters(sharded_model, get_metadata(sharded_model).adapters)
 
-        def make() -> tuple[Pipeline, list[Optimizer], Any]:
-            pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
+        def create_training_objects() -> tuple[Pipeline, list[Optimizer], Any]:
+            pipeline = make_pipeline(sharded_model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
             optimizers = (
-                [optimizer([p for p in model.parameters() if p.requires_grad])]
+                [optimizer([p for p in sharded_model.parameters() if p.requires_grad])]
                 if callable(optimizer)
                 else optimizer or []
             )
-            return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
+            return pipeline, optimizers, _resolve_scheduler(scheduler, optimizers)
 
         pipeline, optimizers, schedulers = run_and_compare_across_ranks(
-            context, make, action="create the pipeline, optimizer and scheduler"
+            context, create_training_objects, action="create the pipeline, optimizer and scheduler"
         )
         if config.effective_zero_stage is not None and optimizers:
-            with rollback_on_error(optimizers):
-                optimizers = [shard_optimizer(model, optimizers, **config.get_zero_options())]
-        has_target = arguments.loss_fn is not None
-        engine = Engine(model, optimizers, pipeline, config, context, scheduler=schedulers, has_target=has_target)
-        arguments.take_snapshot(model)
-        engine.rebuild = partial(reshard_engine, engine, arguments)
+            with rollback_optimizers_on_error(optimizers):
+                optimizers = [shard_optimizer(sharded_model, optimizers, **config.get_zero_kwargs())]
+        has_target = rebuild_arguments.loss_fn is not None
+        engine = Engine(
+            sharded_model, optimizers, pipeline, config, context, scheduler=schedulers, has_target=has_target
+        )
+        rebuild_arguments.take_snapshot(sharded_model)
+        engine.rebuild = partial(reshard_engine, engine, rebuild_arguments)
         engines.append(engine)
 
     _shard_model_and_optimizers(
         model,
         optimizer if isinstance(optimizer, list) else [],
-        arguments.policy,
+        rebuild_arguments.policy,
         config,
         context,
-        create,
-        arguments.example,
+        create_engine,
+        rebuild_arguments.make_example_inputs,
     )
     return engines[0]

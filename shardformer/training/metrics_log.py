@@ -70,28 +70,28 @@ class MetricsWriter:
         OSError: The folder cannot be created or written.
     """
 
-    def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
-        self._folder = folder = to_absolute_path(folder)
-        if folder.is_file():
-            raise ConfigError(f"The metrics folder '{folder}' is a file.", remedy="Pass the path of a folder.")
-        acquire_folder_lock(folder, self)
+    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
+        self._folder = directory = to_absolute_path(directory)
+        if directory.is_file():
+            raise ConfigError(f"The metrics folder '{directory}' is a file.", remedy="Pass the path of a folder.")
+        acquire_folder_lock(directory, self)
         try:
-            self._file = self._open_log_file(folder / FILE, resume_at)
+            self._file = self._open_log_file(directory / FILE, resume_step)
         except BaseException:
-            release_folder_lock(folder, self)
+            release_folder_lock(directory, self)
             raise
 
-    def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
+    def _open_log_file(self, path: Path, resume_step: int | None) -> BinaryIO:
         remove_stale_temporary_files(path.parent, path.name)
-        if resume_at is not None and os.path.lexists(path):
+        if resume_step is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 kind = "symbolic link" if path.is_symlink() else "folder"
                 raise ConfigError(
                     f"The metrics file '{path}' is a {kind}.",
                     remedy=f"Move or delete the {kind}, or pass another metrics folder.",
                 )
-            kept = [record for record in read_records(path) if record.step <= resume_at]
-            replace_text_atomically(path, "".join(map(_to_json_line, kept)))  # atomically
+            kept = [record for record in read_metrics_records(path) if record.step <= resume_step]
+            replace_text_atomically(path, "".join(map(_format_json_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
@@ -101,14 +101,14 @@ class MetricsWriter:
         return create_new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
-        write_all_bytes(self._file, _to_json_line(record).encode())
+        write_all_bytes(self._file, _format_json_line(record).encode())
 
     def close(self) -> None:
         self._file.close()
         release_folder_lock(self._folder, self)
 
 
-def read_records(path: str | Path) -> list[MetricsRecord]:
+def read_metrics_records(path: str | Path) -> list[MetricsRecord]:
     """Read the logged metrics of a run in the order in which they were written.
 
     Args:
@@ -122,7 +122,7 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
         if not line.strip():
             continue
         try:
-            records.append(_parse_record(line))
+            records.append(_parse_metrics_record(line))
         except (ValueError, OverflowError) as error:  # includes invalid UTF-8 and invalid JSON
             if number == len(lines):  # no newline follows
                 break
@@ -134,7 +134,7 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
     return records
 
 
-def _to_json_line(record: MetricsRecord) -> str:
+def _format_json_line(record: MetricsRecord) -> str:
     values = {name: encode_float_for_json(value) for name, value in record.values.items()}
     line = {
         "step": record.step,
@@ -146,13 +146,13 @@ def _to_json_line(record: MetricsRecord) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def encode_float_for_json(value: float) -> float | str:
+def encode_float_for_json(float_value: float) -> float | str:
     """Convert a number to a JSON value. NaN and infinite numbers become strings, as JSON does not support them."""
-    number = float(value)  # converts NumPy numbers and tensors with one element
+    number = float(float_value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 
 
-def _parse_record(line: bytes) -> MetricsRecord:
+def _parse_metrics_record(line: bytes) -> MetricsRecord:
     """Parse one line of the metrics log. Raises ValueError or OverflowError if the line is invalid."""
     try:
         found = json.loads(line.decode("utf-8"))
@@ -172,46 +172,46 @@ def _parse_record(line: bytes) -> MetricsRecord:
     return MetricsRecord(found["step"], found["epoch"], _parse_float("seconds", found["seconds"]), values, layout)
 
 
-def _parse_float(field_name: str, value: Any) -> float:
-    if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
-        return float(value)
+def _parse_float(field_name: str, raw_value: Any) -> float:
+    if type(raw_value) in (int, float) or raw_value in ("nan", "inf", "-inf"):
+        return float(raw_value)
     raise ValueError(f"{field_name} is not a number")
 
 
-def find_metrics_file(path: str | Path) -> Path:
-    """Return the metrics file of a run. ``path`` is the file, its folder, or a folder that contains a single run."""
-    path = Path(path)
-    if path.is_file():
-        return path
-    if (path / FILE).is_file():
-        return path / FILE
-    inside = _find_metrics_files(path)
+def find_metrics_file(run_path: str | Path) -> Path:
+    """Return the metrics file of a run. ``run_path`` is the file, its folder, or a folder with a single run."""
+    run_path = Path(run_path)
+    if run_path.is_file():
+        return run_path
+    if (run_path / FILE).is_file():
+        return run_path / FILE
+    inside = _find_metrics_files(run_path)
     if len(inside) == 1:
         return inside[0]
-    what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
+    what = "does not exist" if not run_path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
-        f"Cannot read the metrics of a run, because '{path}' {what}.",
+        f"Cannot read the metrics of a run, because '{run_path}' {what}.",
         rule=f"Pass the output folder of a training run, which contains the file {FILE}.",
-        remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
+        remedy=_suggest_run_directories(run_path, [repr(str(file.parent)) for file in inside]),
     )
 
 
-def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
+def _suggest_run_directories(run_path: Path, run_folders: Sequence[str]) -> str:
     if run_folders:
         return (
             f"Pass one of {', '.join(run_folders[:3])}, ..."
             if len(run_folders) > 3
             else f"Pass {' or '.join(run_folders)}"
         )
-    above = next(folder for folder in path.resolve().parents if folder.is_dir())
+    above = next(folder for folder in run_path.resolve().parents if folder.is_dir())
     names = [
-        str(file.parent.relative_to(above)) for file in _find_metrics_files(above) if file.parent.name != path.name
+        str(file.parent.relative_to(above)) for file in _find_metrics_files(above) if file.parent.name != run_path.name
     ]
     if not names:
         return f"The folder {above} contains no run"
-    return f"{suggest_similar_names(path.name, names)} Pass one of the runs in {above}"
+    return f"{suggest_similar_names(run_path.name, names)} Pass one of the runs in {above}"
 
 
-def _find_metrics_files(folder: Path) -> list[Path]:
+def _find_metrics_files(directory: Path) -> list[Path]:
     """Return all metrics files in the subfolders of a folder, at most two levels deep."""
-    return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])
+    return sorted([*directory.glob(f"*/{FILE}"), *directory.glob(f"*/*/{FILE}")])

@@ -13,8 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError, check_names, format_bytes
-from shardformer.pipeline.schedule_chart import check_chart_path, check_matplotlib, write_chart_atomically
-from shardformer.training.metrics_log import MetricsRecord, encode_float_for_json, find_metrics_file, read_records
+from shardformer.pipeline.schedule_chart import check_chart_path, require_matplotlib, write_chart_atomically
+from shardformer.training.metrics_log import (
+    MetricsRecord,
+    encode_float_for_json,
+    find_metrics_file,
+    read_metrics_records,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,20 +53,20 @@ _DASH = 4.0  # length of a dash, in line widths
 _EQUAL = 1e-3  # largest relative difference of losses that the legend states
 
 
-def read_runs(paths: Sequence[str | Path]) -> Runs:
+def read_run_metrics(run_paths: Sequence[str | Path]) -> Runs:
     """Read the recorded metrics of training runs, and return them by the names of the runs.
 
     Args:
-        paths: Output folders of training runs, or their record files.
+        run_paths: Output folders of training runs, or their record files.
 
     Raises:
         ConfigError: A folder contains no run, or a run is passed twice.
     """
-    files = [find_metrics_file(path) for path in paths]
+    files = [find_metrics_file(path) for path in run_paths]
     real = [file.resolve() for file in files]
     if duplicate := next((str(file) for file, name in zip(files, real) if real.count(name) > 1), None):
         raise ConfigError(f"The run {duplicate!r} was passed twice.", remedy="Pass each run only once.")
-    return dict(zip(make_unique_run_names([Path(path) for path in paths]), map(read_records, files)))
+    return dict(zip(make_unique_run_names([Path(path) for path in run_paths]), map(read_metrics_records, files)))
 
 
 def make_unique_run_names(run_paths: Sequence[Path]) -> list[str]:
@@ -74,13 +79,13 @@ def make_unique_run_names(run_paths: Sequence[Path]) -> list[str]:
     return [os.path.join(*part[-count:]) for part in parts]
 
 
-def list_default_metrics(runs: Runs) -> list[str]:
+def get_default_metric_names(runs: Runs) -> list[str]:
     """Return the metrics to plot by default. Of the metrics that measure the speed, only one is included."""
-    names = list_metrics(runs)
+    names = get_metric_names(runs)
     return [name for name in names if name not in _SAME_CURVE or "tokens_per_s" not in names]
 
 
-def list_metrics(runs: Runs) -> list[str]:
+def get_metric_names(runs: Runs) -> list[str]:
     """Return the names of all recorded metrics, starting with well-known metrics such as the loss.
 
     A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
@@ -89,42 +94,44 @@ def list_metrics(runs: Runs) -> list[str]:
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
-def get_metric_series(records: Sequence[MetricsRecord], name: str) -> Series:
+def get_metric_series(records: Sequence[MetricsRecord], metric_name: str) -> Series:
     """Return the steps and the values of a metric, sorted by step. NaN and infinite values are included."""
-    pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
+    pairs = sorted(
+        ((r.step, r.values[metric_name]) for r in records if metric_name in r.values), key=lambda pair: pair[0]
+    )
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
-def drop_nonfinite(series: Series) -> Series:
+def drop_nonfinite_points(series: Series) -> Series:
     """Remove the points of a curve whose value is NaN or infinite."""
     keep = np.isfinite(series[1])
     return series[0][keep], series[1][keep]
 
 
-def compute_moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def compute_moving_average(curve_values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the centered moving average of a curve. The window is shorter near both ends."""
-    window = np.ones(min(len(values) // 40, 250) * 2 + 1)
+    window = np.ones(min(len(curve_values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
-    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+    return np.convolve(curve_values, window, "same") / np.convolve(np.ones_like(curve_values), window, "same")
 
 
-def should_smooth(name: str, series: Series) -> bool:
+def should_smooth(metric_name: str, series: Series) -> bool:
     """Return whether a metric is plotted as a moving average, because it fluctuates and has many points."""
-    return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
+    return metric_name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
-def get_plot_series(name: str, series: Series) -> Series:
+def get_plot_series(metric_name: str, series: Series) -> Series:
     """Return the curve to plot for a metric, which is smoothed if it has many points. Infinite values become NaN."""
     steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
-    if should_smooth(name, series):
+    if should_smooth(metric_name, series):
         shown[good] = compute_moving_average(values[good])
     return steps, shown
 
 
-def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+def get_isolated_point_mask(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Mark each finite value between two nonfinite values, which a line plot would not show."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
@@ -132,9 +139,9 @@ def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     return found
 
 
-def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
+def needs_log_scale(metric_name: str, values: NDArray[np.float64]) -> bool:
     """Return whether a loss or gradient norm needs a log axis, because it spans more than two orders of magnitude."""
-    if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
+    if metric_name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
@@ -165,7 +172,7 @@ def compute_max_loss_difference(
     records: Sequence[MetricsRecord], other_records: Sequence[MetricsRecord]
 ) -> tuple[float, int] | None:
     """Return the largest relative difference between the losses of two runs, and the number of compared steps."""
-    one, two = (dict(zip(*drop_nonfinite(get_metric_series(each, "loss")))) for each in (records, other_records))
+    one, two = (dict(zip(*drop_nonfinite_points(get_metric_series(each, "loss")))) for each in (records, other_records))
     common = one.keys() & two.keys()
     scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
     return (max(abs(one[step] - two[step]) / scale[step] for step in common), len(common)) if common else None
@@ -184,12 +191,12 @@ def describe_loss_differences(runs: Runs) -> list[str]:
     ]
 
 
-def find_overlap_positions(runs: Runs, name: str) -> list[tuple[int, int]]:
+def get_curve_overlap_positions(runs: Runs, metric_name: str) -> list[tuple[int, int]]:
     """Find the training runs whose curves for a metric coincide.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
     """
-    series = [dict(zip(*drop_nonfinite(get_metric_series(records, name)))) for records in runs.values()]
+    series = [dict(zip(*drop_nonfinite_points(get_metric_series(records, metric_name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
     groups: list[list[int]] = []
@@ -223,30 +230,30 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
     Raises:
         ConfigError: A folder contains no run, a metric was not recorded, or matplotlib is not installed.
     """
-    check_matplotlib("plot_metrics")
-    found = read_runs(runs)
+    require_matplotlib("plot_metrics")
+    found = read_run_metrics(runs)
     names = None if metrics is None else check_metric_names(metrics, found, "metrics")
     return make_metrics_figure(found, names)
 
 
-def check_metric_names(names: Sequence[str], runs: Runs, argument_name: str) -> list[str]:
+def check_metric_names(metric_names: Sequence[str], runs: Runs, argument_name: str) -> list[str]:
     """Check that the metrics with these names were recorded, and return the names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
-    check_names(names, list_metrics(runs), f"{argument_name} has no metric", rule)
-    return list(dict.fromkeys(names))
+    check_names(metric_names, get_metric_names(runs), f"{argument_name} has no metric", rule)
+    return list(dict.fromkeys(metric_names))
 
 
-def save_metrics_plot(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
+def save_metrics_plot(runs: Runs, output_path: Path, metric_names: Sequence[str] | None = None) -> None:
     """Plot the metrics of runs, and save the chart as an .svg or .png file."""
-    check_chart_path(path)
-    figure = make_metrics_figure(runs, names)
+    check_chart_path(output_path)
+    figure = make_metrics_figure(runs, metric_names)
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE), write_chart_atomically(path) as hidden:
-        figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+    with matplotlib.rc_context(_STYLE), write_chart_atomically(output_path) as hidden:
+        figure.savefig(hidden, dpi=150, metadata={"Date": None} if output_path.suffix.lower() == ".svg" else {})
 
 
-def make_metrics_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
+def make_metrics_figure(runs: Runs, metric_names: Sequence[str] | None = None) -> Figure:
     """Plot the metrics of runs, with one panel per metric and the same range of steps in each panel.
 
     Each run has a color, and curves that coincide are drawn as dashes of all their colors. Validation metrics are
@@ -256,10 +263,10 @@ def make_metrics_figure(runs: Runs, names: Sequence[str] | None = None) -> Figur
 
     Args:
         runs: Records by run name.
-        names: Metrics to draw. By default, the metrics that ``list_default_metrics`` returns are drawn.
+        metric_names: Metrics to draw. By default, the metrics that ``get_default_metric_names`` returns are drawn.
     """
-    names = list(names) if names is not None else list_default_metrics(runs)
-    if not names:
+    metric_names = list(metric_names) if metric_names is not None else get_default_metric_names(runs)
+    if not metric_names:
         run_names = ", ".join(runs) or "any run"
         raise ConfigError(
             f"No metrics to plot were found in {run_names}.", remedy="Record at least one metric, such as loss."
@@ -268,28 +275,28 @@ def make_metrics_figure(runs: Runs, names: Sequence[str] | None = None) -> Figur
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = 1 if len(names) == 1 else 2 if len(names) <= 4 else 3
-    rows = ceil(len(names) / columns)
+    columns = 1 if len(metric_names) == 1 else 2 if len(metric_names) <= 4 else 3
+    rows = ceil(len(metric_names) / columns)
     size = (7.5, 11.0, 14.5)[columns - 1], (4.2, 3.1, 2.9)[columns - 1] * rows + 0.5
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size)
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(rows, columns)
-        wide = 1 + rows * columns - len(names)  # the first panel fills the remaining columns
-        for number, name in enumerate(names):
+        wide = 1 + rows * columns - len(metric_names)  # the first panel fills the remaining columns
+        for number, name in enumerate(metric_names):
             place = divmod(number + wide - 1, columns)
             cell = grid[0, :wide] if number == 0 else grid[place]
             axes = figure.add_subplot(cell)
             _draw_panel(axes, runs, name)
-            _draw_layout_changes(axes, runs, has_text=number == 0)
-            axes.set_xlabel("step" if number + columns >= len(names) else "", color=_INK)
-        _draw_legend(figure, runs, names)
-    vars(figure)["_repr_png_"] = lambda: _to_png(figure)  # notebooks display it without pyplot
+            _draw_layout_changes(axes, runs, show_text=number == 0)
+            axes.set_xlabel("step" if number + columns >= len(metric_names) else "", color=_INK)
+        _draw_legend(figure, runs, metric_names)
+    vars(figure)["_repr_png_"] = lambda: _render_png(figure)  # notebooks display it without pyplot
     return figure
 
 
-def _to_png(figure: Figure) -> bytes:
+def _render_png(figure: Figure) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context(_STYLE), io.BytesIO() as file:
@@ -297,37 +304,46 @@ def _to_png(figure: Figure) -> bytes:
         return file.getvalue()
 
 
-def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
-    places = zip(find_overlap_positions(runs, name), find_overlap_positions(runs, VALIDATION + name))
-    for color, records, (place, validation_place) in zip(_choose_colors(len(runs)), runs.values(), places):
-        trained, validated = get_metric_series(records, name), get_metric_series(records, VALIDATION + name)
-        _draw_curve(axes, trained, color, name, place)
-        _draw_validation_curve(axes, drop_nonfinite(validated), color, validation_place, mark_best=name == "loss")
+def _draw_panel(axes: Axes, runs: Runs, metric_name: str) -> None:
+    places = zip(
+        get_curve_overlap_positions(runs, metric_name), get_curve_overlap_positions(runs, VALIDATION + metric_name)
+    )
+    for color, records, (place, validation_place) in zip(_get_run_colors(len(runs)), runs.values(), places):
+        trained, validated = (
+            get_metric_series(records, metric_name),
+            get_metric_series(records, VALIDATION + metric_name),
+        )
+        _draw_curve(axes, trained, color, metric_name, place)
+        _draw_validation_curve(
+            axes, drop_nonfinite_points(validated), color, validation_place, mark_best=metric_name == "loss"
+        )
         for steps, recorded in (trained, validated):
             bad = steps[~np.isfinite(recorded)]
             if len(bad):  # an empty line breaks the constrained layout
                 edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
                 axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
-    both = (name, VALIDATION + name)
+    both = (metric_name, VALIDATION + metric_name)
     values = np.concatenate(
-        [drop_nonfinite(get_metric_series(records, n))[1] for records in runs.values() for n in both]
+        [drop_nonfinite_points(get_metric_series(records, n))[1] for records in runs.values() for n in both]
     )
-    if uses_log_scale(name, values):
+    if needs_log_scale(metric_name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
-    elif len(values) and values.min() >= 0 and (name in FROM_ZERO or np.ptp(values) <= 1e-9 * values.max()):
+    elif len(values) and values.min() >= 0 and (metric_name in FROM_ZERO or np.ptp(values) <= 1e-9 * values.max()):
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
-    only_validation = all(name not in record.values for records in runs.values() for record in records)
+    only_validation = all(metric_name not in record.values for records in runs.values() for record in records)
     axes.set_title(
-        f"{get_panel_title(name)} (validation)" if only_validation else get_panel_title(name), loc="left", fontsize=10
+        f"{get_panel_title(metric_name)} (validation)" if only_validation else get_panel_title(metric_name),
+        loc="left",
+        fontsize=10,
     )
-    _style_axes(axes, runs, _make_tick_formatter(name, values))
+    _style_panel_axes(axes, runs, _make_tick_formatter(metric_name, values))
     if len(values) == 0:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
 
 
-def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], str]) -> None:
+def _style_panel_axes(axes: Axes, runs: Runs, tick_formatter: Callable[[float, float], str]) -> None:
     """Set the grid, the tick labels and the range of steps of a panel. All panels have the same range."""
     from matplotlib.ticker import MaxNLocator
 
@@ -336,8 +352,8 @@ def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], s
     axes.spines[:].set_visible(False)
     axes.spines["bottom"].set(visible=True, color="#BBBBBB")
     axes.tick_params(length=0, colors=_INK)
-    axes.yaxis.set_major_formatter(format_value)
-    axes.xaxis.set_major_formatter(_format_number)
+    axes.yaxis.set_major_formatter(tick_formatter)
+    axes.xaxis.set_major_formatter(_format_tick_label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     steps = [record.step for records in runs.values() for record in records] or [0]
     first, last = min(steps), max(steps)
@@ -361,58 +377,60 @@ def _draw_validation_curve(
         axes.plot(steps[best], values[best], "*", **style)
 
 
-def _draw_layout_changes(axes: Axes, runs: Runs, *, has_text: bool) -> None:
+def _draw_layout_changes(axes: Axes, runs: Runs, *, show_text: bool) -> None:
     changes = [
         (change, color)
-        for color, records in zip(_choose_colors(len(runs)), runs.values())
+        for color, records in zip(_get_run_colors(len(runs)), runs.values())
         for change in find_layout_changes(records)
     ]
     low, high = axes.get_xlim()
     for number, (change, color) in enumerate(changes):
         axes.axvline(change.step, color=color, linestyle=":", linewidth=1.2, zorder=1)
-        if has_text:
+        if show_text:
             is_right = change.step - low > 0.7 * (high - low)
             place = (change.step, 0.95 - 0.08 * (number % 6)), (-4 if is_right else 4, 0)
             text = axes.annotate(change.text, *place, axes.get_xaxis_transform(), "offset points")
             text.set(color=color if len(runs) > 1 else _INK, fontsize=8.5, ha="right" if is_right else "left", va="top")
 
 
-def _draw_curve(axes: Axes, series: Series, color: Any, name: str, overlap_position: tuple[int, int]) -> None:
+def _draw_curve(axes: Axes, series: Series, color: Any, metric_name: str, overlap_position: tuple[int, int]) -> None:
     number, count = overlap_position
     dashes = (-number * _DASH, (_DASH, (count - 1) * _DASH)) if number else "solid"  # dashes over the first run's line
-    steps, curve = get_plot_series(name, series)
-    if should_smooth(name, series):
+    steps, curve = get_plot_series(metric_name, series)
+    if should_smooth(metric_name, series):
         recorded = np.where(np.isfinite(series[1]), series[1], np.nan)
         axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, curve, color=color, linewidth=1.6, linestyle=dashes)
-    axes.plot(steps[find_isolated_points(curve)], curve[find_isolated_points(curve)], "o", color=color, markersize=3.5)
+    axes.plot(
+        steps[get_isolated_point_mask(curve)], curve[get_isolated_point_mask(curve)], "o", color=color, markersize=3.5
+    )
 
 
-def _make_tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
-    if name == "memory_bytes":
+def _make_tick_formatter(metric_name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
+    if metric_name == "memory_bytes":
         top = values.max(initial=0.0)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if top >= s), ("B", 1.0))
         return lambda value, _: f"{value / scale:g} {unit}"
-    return _format_number
+    return _format_tick_label
 
 
-def _format_number(value: float, _: float = 0) -> str:
+def _format_tick_label(tick_value: float, _: float = 0) -> str:
     """Format a tick label with a unit prefix, as in 51.2k for 51200. An axis offset would overlap the title."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
-            return f"{value / scale:.10g}{unit}"
-    return f"{value:.10g}"
+        if scale * 1e4 > abs(tick_value) >= scale * (10 if unit == "k" else 1):
+            return f"{tick_value / scale:.10g}{unit}"
+    return f"{tick_value:.10g}"
 
 
-def _choose_colors(count: int) -> list[Any]:
-    if count <= len(COLORS):
-        return list(COLORS[:count])
+def _get_run_colors(num_runs: int) -> list[Any]:
+    if num_runs <= len(COLORS):
+        return list(COLORS[:num_runs])
     import matplotlib
 
-    return [matplotlib.colormaps["turbo"](i) for i in np.linspace(0.05, 0.95, count)]
+    return [matplotlib.colormaps["turbo"](i) for i in np.linspace(0.05, 0.95, num_runs)]
 
 
-def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
+def _draw_legend(figure: Figure, runs: Runs, metric_names: Sequence[str]) -> None:
     """Add a legend that explains the run colors and line styles. A single run is named in the title instead."""
     from matplotlib.lines import Line2D
 
@@ -421,17 +439,17 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         figure.suptitle(_shorten_run_name(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
     else:
         first = next(iter(runs))
-        for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
+        for color, (run, records) in zip(_get_run_colors(len(runs)), runs.items()):
             found = compute_max_loss_difference(runs[first], records) if run != first else None
             how = "equal to" if found and found[0] == 0 else f"within {found[0]:.0e} of" if found else ""
             equal = f" (loss {how} {_shorten_run_name(first, 30)})" if found and found[0] <= _EQUAL else ""
             entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
-    trained = [(name, get_metric_series(records, name)) for records in runs.values() for name in names]
-    validated = [get_metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
+    trained = [(name, get_metric_series(records, name)) for records in runs.values() for name in metric_names]
+    validated = [get_metric_series(records, VALIDATION + name) for records in runs.values() for name in metric_names]
     if any(len(steps) for steps, _ in validated):
         line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
         entries.append(("validation", line))
-    if "loss" in names and any(VALIDATION + "loss" in r.values for records in runs.values() for r in records):
+    if "loss" in metric_names and any(VALIDATION + "loss" in r.values for records in runs.values() for r in records):
         star = Line2D([], [], linestyle="", marker="*", markersize=10, color="white", markeredgecolor="black")
         entries.append(("lowest validation loss", star))
     if any(find_layout_changes(records) for records in runs.values()):
@@ -447,9 +465,9 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         figure.legend(lines, labels, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
 
 
-def _shorten_run_name(name: str, max_length: int) -> str:
+def _shorten_run_name(run_name: str, max_length: int) -> str:
     """Remove the beginning of a long run name, because run names usually differ at the end."""
-    return name if len(name) <= max_length else f"...{name[3 - max_length :]}"
+    return run_name if len(run_name) <= max_length else f"...{run_name[3 - max_length :]}"
 
 
 # --------------------------------------------------------------------------------------------------------- the summary
@@ -491,10 +509,10 @@ def _get_run_progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
     }
 
 
-def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, Any]:
-    series = get_metric_series(records, name)
+def _summarize_metric(records: Sequence[MetricsRecord], metric_name: str) -> dict[str, Any]:
+    series = get_metric_series(records, metric_name)
     found: dict[str, Any] = {"last": encode_float_for_json(series[1][-1])}
-    steps, values = drop_nonfinite(series)
+    steps, values = drop_nonfinite_points(series)
     if len(values):
         found |= {"min": float(values.min()), "min_step": int(steps[values.argmin()])}
         found |= {"max": float(values.max()), "mean": float(values.mean())}
@@ -510,15 +528,17 @@ def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
         best = values[np.isfinite(values)]
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
-    speed, memory = (drop_nonfinite(get_metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes"))
-    cells["mean tokens/s"] = _format_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    speed, memory = (
+        drop_nonfinite_points(get_metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes")
+    )
+    cells["mean tokens/s"] = _format_tick_label(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = format_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 
-def _format_loss(value: float) -> str:
+def _format_loss(loss: float) -> str:
     """Format a loss with four decimals, or in scientific notation if the loss is very small or very large."""
-    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
+    return f"{loss:.4f}" if loss == 0 or 1e-2 <= abs(loss) < 1e5 or not isfinite(loss) else f"{loss:.3e}"
 
 
 def _format_duration(seconds: float) -> str:

@@ -12,10 +12,10 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from shardformer.comm.collective_call import gather_numbers_and_check_call
+from shardformer.comm.collective_call import all_gather_ints_and_check_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
-from shardformer.launcher.shutdown import has_launcher, register_graceful_shutdown
+from shardformer.launcher.shutdown import has_shardformer_launcher, register_graceful_shutdown
 from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook
 
@@ -27,7 +27,7 @@ _REPLACED: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
-class StepRequests:
+class RequestedActions:
     """Actions to take before the next step, such as saving, that a hook or a signal requested."""
 
     stop: bool = False
@@ -35,8 +35,8 @@ class StepRequests:
     save: bool = False
     signal: bool = False
 
-    def __or__(self, other: StepRequests) -> StepRequests:
-        return StepRequests(*(a or b for a, b in zip(astuple(self), astuple(other))))
+    def __or__(self, other: RequestedActions) -> RequestedActions:
+        return RequestedActions(*(a or b for a, b in zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class HookSynchronizer:
         self.failure: HookFailure | None = None
         self.is_broken = False
         self.signal: signal.Signals | None = None
-        self._local = self._received = StepRequests()
+        self._local = self._received = RequestedActions()
 
-    def request_actions(self, **requests: bool) -> None:
+    def request_actions(self, **actions: bool) -> None:
         """Request that all ranks act before the next step, as in ``request_actions(save=True)``."""
-        self._local = replace(self._local, **requests)
+        self._local = replace(self._local, **actions)
 
-    def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
+    def record_hook_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
         self.failure = self.failure or HookFailure(hook, operation, error)
 
-    def exchange_requests(self, engine: Engine) -> None:
+    def exchange_requested_actions(self, engine: Engine) -> None:
         """Exchange hook requests and errors between all ranks, and raise if a hook failed. Communicates 5 integers.
 
         Raises:
@@ -93,18 +93,18 @@ class HookSynchronizer:
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
         failed, *requests = (
             any(column)
-            for column in zip(*gather_numbers_and_check_call("Trainer.synchronize_ranks", world, local), strict=True)
+            for column in zip(*all_gather_ints_and_check_call("Trainer.synchronize_ranks", world, local), strict=True)
         )
-        self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
+        self._local, self._received = RequestedActions(), self._received | RequestedActions(*requests)
         if failed:
             self.is_broken = True
             exception = None if self.failure is None else self.failure.to_exception(world.rank)
             first = next(exception for exception in all_gather_objects(exception, world) if exception is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def pop_requests(self) -> StepRequests:
-        """Return and clear the requests that ``exchange_requests`` received from all ranks."""
-        received, self._received = self._received, StepRequests()
+    def pop_requested_actions(self) -> RequestedActions:
+        """Return and clear the requests that ``exchange_requested_actions`` received from all ranks."""
+        received, self._received = self._received, RequestedActions()
         return received
 
     @contextmanager
@@ -123,25 +123,25 @@ class HookSynchronizer:
         outer_handlers = dict(_REPLACED)  # of an outer ``fit``
         received_at, on_child = 0.0, signal.getsignal(signal.SIGCHLD)
 
-        def handle(number: int, frame: FrameType | None) -> None:
+        def handle_signal(signum: int, frame: FrameType | None) -> None:
             nonlocal received_at, on_child
             if self.signal is None:
-                self.signal, received_at = signal.Signals(number), time.monotonic()
+                self.signal, received_at = signal.Signals(signum), time.monotonic()
                 self.request_actions(signal=True)
                 # the handler of torch's DataLoader raises an error in the main thread if a data loading process ends
                 on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if not has_launcher():
+                if not has_shardformer_launcher():
                     _restore_signal_handlers()
                 on_signal(self.signal)
             elif time.monotonic() - received_at > REPEATED_SIGNAL_S:
                 _restore_signal_handlers()
-                signal.raise_signal(number)
+                signal.raise_signal(signum)
 
         with register_graceful_shutdown():
             for number in SIGNALS:
                 _REPLACED[number] = signal.getsignal(number)
             for number in SIGNALS:
-                signal.signal(number, handle)
+                signal.signal(number, handle_signal)
             try:
                 yield
             finally:

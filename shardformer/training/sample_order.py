@@ -21,18 +21,18 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.random_state import (
-    SharedEpochRandomness,
+    EpochSeededRNG,
+    fork_rng_with_hashed_seed,
     hash_to_seed,
-    preserve_cpu_random_states,
-    seed_generators,
-    temporarily_seed_generators,
+    preserve_cpu_rng_states,
+    seed_cpu_generators,
 )
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class ShardPosition:
+class DataRankPosition:
     """Position of a rank among the data-parallel ranks, which determines its shard of each global batch."""
 
     rank: int
@@ -43,66 +43,67 @@ class ShardPosition:
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
-class StreamedDataSource:
+class IterableDataSource:
     """Training data that is read from an iterable. Every rank reads all samples and uses its own shard.
 
     The iterable yields samples, or global batches if ``collate`` is None.
     """
 
-    def __init__(self, source: Any, collate: Collate | None) -> None:
-        self._source, self._collate = source, collate
-        self.name, self.makes_batches = type(source).__name__, collate is None
+    def __init__(self, source: Any, collate_fn: Collate | None) -> None:
+        self._source, self._collate = source, collate_fn
+        self.name, self.makes_batches = type(source).__name__, collate_fn is None
         self.shuffle = self.size = self.read = None  # samples have no index
         self.number = 0  # fingerprint of the last batch
-        self.count = None if self.makes_batches else length_or_none(source)
+        self.count = None if self.makes_batches else get_length_or_none(source)
         self._reader: _StreamReader | None = None
 
     @property
     def num_batches(self) -> int | None:
         """Number of batches per epoch if the iterable yields batches and has a length, and otherwise None."""
-        return length_or_none(self._source) if self.makes_batches else None
+        return get_length_or_none(self._source) if self.makes_batches else None
 
-    def iterate_batch_shards(
+    def iter_batch_shards(
         self,
         epoch: int,
         seed: int,
         batch_size: int | None,
-        shard: ShardPosition,
-        first_sample: int,
+        rank_position: DataRankPosition,
+        num_samples_to_skip: int,
         drop_last: bool,
         merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """Skip ``first_sample`` samples, and yield the size of each later global batch and this rank's shard."""
-        reader = self._get_reader(epoch, seed, first_sample)
+        """Skip ``num_samples_to_skip`` samples, and yield the size of each later global batch and this rank's shard."""
+        reader = self._get_reader(epoch, seed, num_samples_to_skip)
         if self._collate is None:
-            for batch, count, part in reader.iterate_batches_with_shards(shard, first_sample):
+            for batch, count, part in reader.iter_batches_with_shards(rank_position, num_samples_to_skip):
                 self.number = hash_samples(*get_first_and_last_samples(batch))
                 yield count, part
         else:
             assert batch_size is not None
-            reader.skip_to(first_sample)
+            reader.skip_to_sample(num_samples_to_skip)
             while samples := reader.read(batch_size):
                 if drop_last and len(samples) < batch_size:
                     break
                 if merge_last and not drop_last:
-                    samples += reader.read_remaining_if_fewer(shard.size)
-                check_batch_size(len(samples), shard)
-                local_slice = shard.get_local_slice(len(samples))
+                    samples += reader.read_rest_if_fewer_than(rank_position.size)
+                check_batch_can_be_sharded(len(samples), rank_position)
+                local_slice = rank_position.get_local_slice(len(samples))
                 self.number = hash_samples(samples[0], samples[-1])
-                with temporarily_seed_generators(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
+                with fork_rng_with_hashed_seed(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
                     part = self._collate(samples[local_slice])
                 yield len(samples), part
         self._reader = None
 
-    def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
+    def _get_reader(self, epoch: int, seed: int, start_sample: int) -> _StreamReader:
         """Return a new reader for an iterable, or the existing reader for an iterator, which cannot restart."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
             self._reader = _StreamReader(self._source, epoch, seed)
-        elif self._reader.count > start:
+        elif self._reader.count > start_sample:
             raise InputError(
-                f"The iterator {self.name} is at sample {self._reader.count} and cannot go back to sample {start}.",
+                f"The iterator {self.name} is at sample {self._reader.count} and cannot go back to sample "
+                f"{start_sample}.",
                 remedy="Pass a list, or an iterable that can be read more than once.",
             )
         return self._reader
@@ -113,50 +114,52 @@ class _StreamReader:
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
-        self._random = SharedEpochRandomness(source, epoch, seed)
+        self._random = EpochSeededRNG(source, epoch, seed)
         with self._random.activate():
             self._iterator: Iterator[Any] = iter(source)
 
-    def read(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples of the stream, or fewer at its end."""
-        found = self._read_without_counting(count)
+    def read(self, num_samples: int) -> list[Any]:
+        """Return the next ``num_samples`` samples of the stream, or fewer at its end."""
+        found = self._read_without_counting(num_samples)
         self.count += len(found)
         return found
 
-    def _read_without_counting(self, count: int) -> list[Any]:
+    def _read_without_counting(self, num_samples: int) -> list[Any]:
         with self._random.activate():
-            return list(islice(self._iterator, count))
+            return list(islice(self._iterator, num_samples))
 
-    def read_remaining_if_fewer(self, limit: int) -> list[Any]:
-        """Return all remaining samples if there are fewer than ``limit``, and otherwise an empty list."""
-        found = self.read(limit)
-        if len(found) < limit:
+    def read_rest_if_fewer_than(self, num_samples: int) -> list[Any]:
+        """Return all remaining samples if there are fewer than ``num_samples``, and otherwise an empty list."""
+        found = self.read(num_samples)
+        if len(found) < num_samples:
             return found
         self._iterator, self.count = chain(found, self._iterator), self.count - len(found)
         return []
 
-    def skip_to(self, position: int) -> None:
-        """Read and discard samples until ``position`` samples have been read."""
-        while self.count < position and self.read(min(position - self.count, 256)):
+    def skip_to_sample(self, sample_position: int) -> None:
+        """Read and discard samples until ``sample_position`` samples have been read."""
+        while self.count < sample_position and self.read(min(sample_position - self.count, 256)):
             pass
 
-    def iterate_batches_with_shards(self, shard: ShardPosition, first_sample: int) -> Iterator[tuple[Any, int, Any]]:
-        """Yield each global batch after ``first_sample`` samples, its number of samples, and this rank's shard."""
+    def iter_batches_with_shards(
+        self, rank_position: DataRankPosition, num_samples_to_skip: int
+    ) -> Iterator[tuple[Any, int, Any]]:
+        """Yield each global batch from ``num_samples_to_skip`` on, its number of samples, and this rank's shard."""
         while found := self._read_without_counting(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
             count = get_batch_size(named)
             self.count += count
-            left = min(self.count - first_sample, count)
+            left = min(self.count - num_samples_to_skip, count)
             if left <= 0:
                 continue
-            check_batch_size(left, shard)
-            sizes = [count - left, *(b - a for a, b in pairwise(get_even_bounds(left, shard.size)))]
-            part = split_batch(named, sizes)[1 + shard.rank]
+            check_batch_can_be_sharded(left, rank_position)
+            sizes = [count - left, *(b - a for a, b in pairwise(get_even_bounds(left, rank_position.size)))]
+            part = split_batch(named, sizes)[1 + rank_position.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
 
-def length_or_none(data: Any) -> int | None:
+def get_length_or_none(data: Any) -> int | None:
     """Return ``len(data)``, or None if the data has no length."""
     try:
         return len(data)
@@ -164,11 +167,11 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
-def check_batch_size(num_samples: int, shard: ShardPosition) -> None:
+def check_batch_can_be_sharded(num_samples: int, rank_position: DataRankPosition) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
-    if num_samples < shard.size:
+    if num_samples < rank_position.size:
         raise InputError(
-            f"A batch of {num_samples} samples cannot be split across {shard.size} data-parallel ranks.",
+            f"A batch of {num_samples} samples cannot be split across {rank_position.size} data-parallel ranks.",
             remedy="Increase batch_size, or drop the last batch with drop_last=True (data.drop_last = true in TOML).",
         )
 
@@ -190,26 +193,26 @@ class _SeededDataset(torch_data.Dataset[Any]):
     data: Any
 
     def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
-        with preserve_cpu_random_states():  # once per batch, since restoring takes longer than seeding
+        with preserve_cpu_rng_states():  # once per batch, since restoring takes longer than seeding
             return [(key, self.get_seeded_sample(key)) for key in keys]
 
-    def get_seeded_sample(self, key: SampleKey) -> Any:
-        index, *place = key
-        seed_generators(*place)
+    def get_seeded_sample(self, sample_key: SampleKey) -> Any:
+        index, *place = sample_key
+        seed_cpu_generators(*place)
         return self.data[index]
 
 
 @dataclass(frozen=True, eq=False)
-class _SeededCollate:
+class _SeededCollateFn:
     """Collate function that first sets a random seed, derived from the position of the batch in the epoch."""
 
-    collate: Collate
+    collate_fn: Collate
 
     def __call__(self, samples: list[tuple[SampleKey, Any]]) -> Any:
         _, *place = samples[0][0]
         try:
-            with temporarily_seed_generators(*place, "batch"):
-                return self.collate([sample for _, sample in samples])
+            with fork_rng_with_hashed_seed(*place, "batch"):
+                return self.collate_fn([sample for _, sample in samples])
         except ShardFormerError as error:
             return error  # a worker process would replace its type by RuntimeError
 
@@ -223,64 +226,64 @@ class _LocalBatchSampler:
         return iter(self.remaining)
 
 
-class IndexedDataSource:
+class MapStyleDataSource:
     """Training data whose samples are read by index, in sequential order, random order or the order of a sampler."""
 
     def __init__(
         self,
-        data: Any,
-        collate: Collate,
-        options: Mapping[str, Any],
+        dataset: Any,
+        collate_fn: Collate,
+        loader_options: Mapping[str, Any],
         *,
         shuffle: bool = True,
         sampler: Any = None,
-        makes_batches: bool = False,
+        is_batch_sampler: bool = False,
     ) -> None:
-        self._data, self._shuffle, self._sampler, self.makes_batches = data, shuffle, sampler, makes_batches
-        self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
+        self._data, self._shuffle, self._sampler, self.makes_batches = dataset, shuffle, sampler, is_batch_sampler
+        self.name, self.shuffle, self.size = type(dataset).__name__, shuffle if sampler is None else None, len(dataset)
         self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
-        self._collate = collate
-        self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
+        self._collate = collate_fn
+        self.count: int | None = None if is_batch_sampler else len(dataset) if sampler is None else len(sampler)
         self._local_sampler, self._generator = _LocalBatchSampler(), torch.Generator()
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
-            _SeededDataset(data),
+            _SeededDataset(dataset),
             batch_sampler=self._local_sampler,
-            collate_fn=_SeededCollate(collate),
+            collate_fn=_SeededCollateFn(collate_fn),
             generator=self._generator,
-            **options,
+            **loader_options,
         )
 
     @property
     def num_batches(self) -> int | None:
         """Number of batches per epoch if the sampler yields batches and has a length, and otherwise None."""
-        return length_or_none(self._sampler) if self.makes_batches else None
+        return get_length_or_none(self._sampler) if self.makes_batches else None
 
-    def iterate_batch_shards(
+    def iter_batch_shards(
         self,
         epoch: int,
         seed: int,
-        global_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
-        shard: ShardPosition,
-        first_sample: int,
+        split_into_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
+        rank_position: DataRankPosition,
+        num_samples_to_skip: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch after the first ``first_sample`` samples, and this rank's shard of it.
+        """Yield the size of each global batch from sample ``num_samples_to_skip`` on, and this rank's shard of it.
 
-        ``global_batches`` splits the order of an epoch into batches.
+        ``split_into_batches`` splits the order of an epoch into batches.
         """
-        order = self._get_epoch_order(epoch, seed)
+        order = self._get_sample_order(epoch, seed)
         self.number = 0 if self._sampler is None else hash_to_int(order)
-        batches = list(global_batches(order))
+        batches = list(split_into_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
-            check_batch_size(size, shard)
+            check_batch_can_be_sharded(size, rank_position)
 
-        def parts() -> Iterator[list[SampleKey]]:
-            for batch, place in zip(batches, accumulate(sizes, initial=first_sample)):
-                local_slice = shard.get_local_slice(len(batch))
+        def iter_local_sample_keys() -> Iterator[list[SampleKey]]:
+            for batch, place in zip(batches, accumulate(sizes, initial=num_samples_to_skip)):
+                local_slice = rank_position.get_local_slice(len(batch))
                 yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[local_slice], local_slice.start)]
 
-        self._local_sampler.remaining = parts()
-        self._generator.manual_seed(hash_to_seed(seed, epoch, first_sample))
+        self._local_sampler.remaining = iter_local_sample_keys()
+        self._generator.manual_seed(hash_to_seed(seed, epoch, num_samples_to_skip))
         for size, part in zip(sizes, self._loader, strict=True):
             if isinstance(part, ShardFormerError):
                 raise part
@@ -288,21 +291,21 @@ class IndexedDataSource:
 
     def read(self, index: int) -> Any:
         """Read a sample by its index without changing the random state."""
-        with preserve_cpu_random_states():
+        with preserve_cpu_rng_states():
             return _SeededDataset(self._data).get_seeded_sample((index, 0, 0, 0))
 
     def get_example_batch(self) -> Any:
         """Return a batch of the first two samples, or None if the sampler yields batches. Keeps the random state."""
         if self.makes_batches or not self.size:
             return None
-        with preserve_cpu_random_states():
+        with preserve_cpu_rng_states():
             return self._collate([self.read(index % self.size) for index in range(2)])
 
-    def _get_epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
+    def _get_sample_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
-            with SharedEpochRandomness(self._sampler, epoch, seed).activate():
+            with EpochSeededRNG(self._sampler, epoch, seed).activate():
                 found = list(self._sampler)
-            plain = _to_python_number
+            plain = _to_python_index
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]
         count = len(self._data)
         return (
@@ -312,8 +315,8 @@ class IndexedDataSource:
         )
 
 
-def _to_python_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+def _to_python_index(sample_index: Any) -> Any:
+    return sample_index.item() if isinstance(sample_index, Tensor) else sample_index
 
 
 def make_shuffle_generator(seed: int, epoch: int) -> torch.Generator:
@@ -322,45 +325,47 @@ def make_shuffle_generator(seed: int, epoch: int) -> torch.Generator:
 
 
 def make_data_source(
-    data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
-) -> IndexedDataSource | StreamedDataSource:
+    data: Any, collate_fn: Collate | None, num_workers: int, shuffle: bool | None
+) -> MapStyleDataSource | IterableDataSource:
     """Create the object that reads the training data. Raises ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
-        return _make_source_from_dataloader(data, collate, shuffle)
+        return _make_source_from_data_loader(data, collate_fn, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
-    if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
+    if is_unsupported or not (_is_map_style(data) or hasattr(data, "__iter__")):
         raise ConfigError(
             "Training data must be a Dataset, a Hugging Face dataset, a DataLoader, a list or an ordered iterable, but "
             f"got {type(data).__name__}.",
             remedy="For example, pass a list with one dict per sample, or TensorDataset(inputs, targets).",
         )
-    assert collate is not None  # only a DataLoader has its own
-    if _is_indexed(data):
-        _check_not_empty(len(data), data)
-        return IndexedDataSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
+    assert collate_fn is not None  # only a DataLoader has its own
+    if _is_map_style(data):
+        _check_data_not_empty(len(data), data)
+        return MapStyleDataSource(data, collate_fn, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{option} is not supported for streamed data of type {type(data).__name__}.",
             remedy="Remove it, and shuffle the stream itself or pass a DataLoader with num_workers.",
         )
-    return StreamedDataSource(data, collate)
+    return IterableDataSource(data, collate_fn)
 
 
-def _is_indexed(data: Any) -> bool:
+def _is_map_style(dataset: Any) -> bool:
     """Return whether samples can be read by index. An ``IterableDataset`` inherits an unusable ``__getitem__``."""
     return (
-        not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        not isinstance(dataset, torch_data.IterableDataset)
+        and hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
     )
 
 
-def _make_source_from_dataloader(
-    loader: Any, collate: Collate | None, shuffle: bool | None
-) -> IndexedDataSource | StreamedDataSource:
-    if collate is not None:
+def _make_source_from_data_loader(
+    data_loader: Any, user_collate_fn: Collate | None, shuffle: bool | None
+) -> MapStyleDataSource | IterableDataSource:
+    if user_collate_fn is not None:
         raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Pass it to the DataLoader instead.")
-    batches = loader.batch_sampler
-    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
+    batches = data_loader.batch_sampler
+    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else data_loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
@@ -372,28 +377,28 @@ def _make_source_from_dataloader(
             "shuffle=True has no effect on a DataLoader that does not shuffle.",
             remedy="Create the DataLoader with shuffle=True.",
         )
-    if not _is_indexed(loader.dataset) or batches is None:
-        return StreamedDataSource(loader, None)
-    _check_not_empty(len(loader.dataset), loader.dataset)
-    if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
+    if not _is_map_style(data_loader.dataset) or batches is None:
+        return IterableDataSource(data_loader, None)
+    _check_data_not_empty(len(data_loader.dataset), data_loader.dataset)
+    if type(batches) is torch_data.BatchSampler and get_length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler {type(sampler).__name__} of the DataLoader has no length.",
             remedy="Add a __len__ method to the sampler, or use an IterableDataset.",
         )
-    data, collate_fn = loader.dataset, loader.collate_fn
-    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
+    data, collate_fn = data_loader.dataset, data_loader.collate_fn
+    options = {name: getattr(data_loader, name) for name in LOADER_OPTIONS}
     if type(batches) is not torch_data.BatchSampler:
-        return IndexedDataSource(data, collate_fn, options, sampler=batches, makes_batches=True)
-    count = length_or_none(sampler) or 0
-    _check_not_empty(count, sampler)
+        return MapStyleDataSource(data, collate_fn, options, sampler=batches, is_batch_sampler=True)
+    count = get_length_or_none(sampler) or 0
+    _check_data_not_empty(count, sampler)
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if count == len(data) and (is_random or type(sampler) is torch_data.SequentialSampler):
-        return IndexedDataSource(data, collate_fn, options, shuffle=is_random and shuffle is not False)
-    return IndexedDataSource(data, collate_fn, options, sampler=sampler)
+        return MapStyleDataSource(data, collate_fn, options, shuffle=is_random and shuffle is not False)
+    return MapStyleDataSource(data, collate_fn, options, sampler=sampler)
 
 
-def _check_not_empty(length: int, data: Any) -> None:
-    if length < 1:
+def _check_data_not_empty(num_samples: int, data: Any) -> None:
+    if num_samples < 1:
         raise ConfigError(
             f"The training data is an empty {type(data).__name__}.", remedy="Check the data files and any filters."
         )

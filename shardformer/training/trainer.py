@@ -17,13 +17,13 @@ from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import ensure_training_mode, get_training_modes, set_training_modes
 from shardformer.sharding.describe import format_summary, format_summary_as_html
-from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_batch_list
-from shardformer.training.engine import Engine, needs_metric
+from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_list_of_batches
+from shardformer.training.engine import Engine, requires_metric
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
 from shardformer.training.hooks.throughput import Throughput
-from shardformer.training.preemption import HookSynchronizer, StepRequests
-from shardformer.zero.optimizer_state_view import rollback_on_error
+from shardformer.training.preemption import HookSynchronizer, RequestedActions
+from shardformer.zero.optimizer_state_view import rollback_optimizers_on_error
 
 HOOKS, TRAINER_USER_KEY = "hooks", "user"
 """Keys of the hook states and of the user's values in a checkpoint."""
@@ -86,12 +86,12 @@ class Trainer:
         self._started_at = time.perf_counter()
 
     def __repr__(self) -> str:
-        return format_summary(*self._get_summary())
+        return format_summary(*self._get_summary_table())
 
     def _repr_html_(self) -> str:
-        return format_summary_as_html(*self._get_summary())
+        return format_summary_as_html(*self._get_summary_table())
 
-    def _get_summary(self) -> tuple[str, dict[str, str]]:
+    def _get_summary_table(self) -> tuple[str, dict[str, str]]:
         title, rows = self.engine.summary()
         total = f" of {self.num_steps}" if self.engine.has_data and self.num_steps is not None else ""
         hooks = ", ".join(self._get_hooks_by_name()) or "none"
@@ -197,13 +197,13 @@ class Trainer:
         self._training_modes = get_training_modes(ensure_training_mode(self.engine.model))
         self.engine.listener = self._call_hooks
         try:
-            with self._synchronizer.capture_signals(self._report_signal):
+            with self._synchronizer.capture_signals(self._print_signal_message):
                 self._call_hooks_synchronized("setup")
                 self._call_hooks_synchronized("before_train")
                 self._position = self._training_data.state()
                 if self._save_functions:
-                    self.engine.check_save(**self._get_checkpoint_arguments())
-                self._run_steps(validate_every)
+                    self.engine.check_save(**self._get_save_kwargs())
+                self._run_training_loop(validate_every)
                 self._finish_training()
         except BaseException as error:
             self.problem = error
@@ -231,7 +231,7 @@ class Trainer:
         self._run_validation(self._validation)
         return self.values
 
-    def _run_steps(self, validate_every: int | None) -> None:
+    def _run_training_loop(self, validate_every: int | None) -> None:
         data = self._training_data
         while not self._is_finished():
             self._call_hooks_synchronized("before_epoch")
@@ -260,34 +260,38 @@ class Trainer:
 
     def _finish_training(self) -> None:
         self._call_hooks_synchronized("after_train")
-        requests = self._synchronizer.pop_requests()
+        requests = self._synchronizer.pop_requested_actions()
         if requests.save:
             self._save_checkpoint()
         self.engine.wait()
         self.synchronize_ranks()
-        if (requests | self._synchronizer.pop_requests()).signal:  # after the last step
+        if (requests | self._synchronizer.pop_requested_actions()).signal:  # after the last step
             self.stopped_by, self.was_interrupted = "a signal", True
         self._call_hooks_synchronized("after_fit")
 
-    def _report_signal(self, received: Signals) -> None:
+    def _print_signal_message(self, received_signal: Signals) -> None:
         """Print immediately that a signal will stop the run, because the current step may take minutes."""
         if not self.is_first or is_aborted_by_launcher():
             return
         activities = [f"finishing {self._current_activity}"] * bool(self._current_activity)
         activities += ["saving"] * bool(self._save_functions)
         text = " and ".join(activities) or "stopping"
-        text = f"{text[:1].upper()}{text[1:]}." if received is SIGINT else f"Received {received.name}: {text}."
-        more = " Press Ctrl-C again to stop at once." if received is SIGINT else ""
+        text = (
+            f"{text[:1].upper()}{text[1:]}."
+            if received_signal is SIGINT
+            else f"Received {received_signal.name}: {text}."
+        )
+        more = " Press Ctrl-C again to stop at once." if received_signal is SIGINT else ""
         # print is not reentrant, and the signal may arrive while something is printed
         os.write(2, f"\n{text}{more}\n".encode())
 
-    def _next_batch(self, batches: Iterator[Any]) -> Any:
+    def _next_batch(self, batch_iter: Iterator[Any]) -> Any:
         """Return the next training batch, or None at the end of the epoch.
 
         If reading the data fails, all ranks raise the error before the next step.
         """
         try:
-            self.batch = next(batches, None)
+            self.batch = next(batch_iter, None)
             if self.batch is not None:
                 self._call_hooks("before_step")
             return self.batch
@@ -295,7 +299,7 @@ class Trainer:
             if self._synchronizer.is_broken:
                 raise
             if self.signal is None:  # a signal may have ended the data loading processes too
-                self._synchronizer.record_failure(None, "the training data", error)
+                self._synchronizer.record_hook_failure(None, "the training data", error)
             return {}
 
     def _train_step(self, batch: Any) -> None:
@@ -319,27 +323,27 @@ class Trainer:
     def _run_requested_actions(self) -> None:
         """Validate, save or stop on all ranks, if a hook on any rank has requested this action."""
         self.synchronize_ranks()
-        requests = self._pop_requests()
+        requests = self._pop_requested_actions()
         if requests.validate and self._validation is not None:
             self._run_validation(self._validation)
-        requests |= self._pop_requests()
+        requests |= self._pop_requested_actions()
         if requests.save:
             self._save_checkpoint()
         if requests.stop and self.stopped_by is None:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
-    def _pop_requests(self) -> StepRequests:
+    def _pop_requested_actions(self) -> RequestedActions:
         """Return and clear the requested actions. If a rank received a signal, ``on_signal`` is called first."""
-        requests = self._synchronizer.pop_requests()
+        requests = self._synchronizer.pop_requested_actions()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
-            requests |= self._synchronizer.pop_requests()
+            requests |= self._synchronizer.pop_requested_actions()
         return requests
 
-    def _run_validation(self, data: ShardedDataLoader) -> None:
-        def batches() -> Iterator[Any]:
-            for batch in data:
+    def _run_validation(self, data_loader: ShardedDataLoader) -> None:
+        def iter_batches() -> Iterator[Any]:
+            for batch in data_loader:
                 yield batch
                 for hook in self.hooks:
                     self._call_hook(hook, "on_validation_batch", batch)
@@ -348,10 +352,10 @@ class Trainer:
 
         self._validated_step, self._current_activity = self.step, "the validation"
         self._call_hooks_synchronized("before_validation")
-        data.rewind()
-        self.values["validation/loss"] = float(self.engine.evaluate(batches()))
+        data_loader.rewind()
+        self.values["validation/loss"] = float(self.engine.evaluate(iter_batches()))
         for scheduler in self.engine.schedulers:
-            if needs_metric(scheduler):
+            if requires_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
         self._call_hooks_synchronized("after_validation")
         self._current_activity = ""
@@ -361,10 +365,10 @@ class Trainer:
             return
         self._call_hooks_synchronized("before_save")
         for save in self._save_functions:
-            save(**self._get_checkpoint_arguments())
+            save(**self._get_save_kwargs())
         self._call_hooks_synchronized("after_save")
 
-    def _get_checkpoint_arguments(self) -> dict[str, Any]:
+    def _get_save_kwargs(self) -> dict[str, Any]:
         """Return the arguments for ``engine.save``: the hook states and the position in the training data."""
         states = {name: hook.state() for name, hook in self._get_hooks_by_name().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
@@ -383,15 +387,15 @@ class Trainer:
         """
         hooks, saved = self._get_hooks_by_name(), dict[str, Any]()
 
-        def load_hook_states(loaded: LoadedCheckpoint) -> None:
-            if isinstance(loaded.extra, dict) and HOOKS in loaded.extra:
-                saved.update(loaded.extra)
+        def load_hook_states(loaded_checkpoint: LoadedCheckpoint) -> None:
+            if isinstance(loaded_checkpoint.extra, dict) and HOOKS in loaded_checkpoint.extra:
+                saved.update(loaded_checkpoint.extra)
             for name, state in saved.get(HOOKS, {}).items():
                 if state is not None and name in hooks:
                     hooks[name].load_state(state)
 
-        with rollback_on_error((), self.hooks):
-            loaded = self.engine.load_and_run_callback(folder, load_hook_states)
+        with rollback_optimizers_on_error((), self.hooks):
+            loaded = self.engine.load_with_callback(folder, load_hook_states)
         self.extra = saved.get(TRAINER_USER_KEY, self.extra)
         left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
         if left and self.is_first:
@@ -411,40 +415,42 @@ class Trainer:
         Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
         all ranks the error of a hook that failed on any rank.
         """
-        self._synchronizer.exchange_requests(self.engine)
+        self._synchronizer.exchange_requested_actions(self.engine)
 
-    def _call_hooks_synchronized(self, event: str) -> None:
+    def _call_hooks_synchronized(self, method_name: str) -> None:
         """Call a method of all hooks, and raise an error on all ranks if a hook failed on any rank."""
-        self._call_hooks(event)
+        self._call_hooks(method_name)
         self.synchronize_ranks()
 
-    def _call_hooks(self, event: str) -> None:
+    def _call_hooks(self, method_name: str) -> None:
         for hook in self.hooks:
-            self._call_hook(hook, event)
+            self._call_hook(hook, method_name)
 
-    def _call_hook(self, hook: Hook, event: str, *args: Any) -> None:
+    def _call_hook(self, hook: Hook, method_name: str, *args: Any) -> None:
         """Call a hook method by name. After a hook has failed, skip all hooks until the ranks synchronize."""
-        if self._synchronizer.failure is not None and event != "on_exception":
+        if self._synchronizer.failure is not None and method_name != "on_exception":
             return
         try:
-            getattr(hook, event)(self, *args)
+            getattr(hook, method_name)(self, *args)
         except Exception as error:
-            if self._synchronizer.is_broken and event != "on_exception":
+            if self._synchronizer.is_broken and method_name != "on_exception":
                 raise
-            self._synchronizer.record_failure(hook, event, error)
+            self._synchronizer.record_hook_failure(hook, method_name, error)
 
     # --- arguments of fit
 
     def _set_data_loaders(
-        self, train: Any, validation: Any, validate_every: int | None, batch_size: int | None
+        self, train_data: Any, validation_data: Any, validate_every: int | None, batch_size: int | None
     ) -> None:
         previous = self.engine.data if self.engine.has_data else None
-        if train is not None:
-            self.engine.set_data(self._make_data_loader(train, batch_size, previous))
-        if validation is not None:
-            validation = self._make_data_loader(validation, batch_size, previous, shuffle=False, merge_last=True)
-        self._validation = validation
-        if validate_every is not None and validation is None:
+        if train_data is not None:
+            self.engine.set_data(self._make_data_loader(train_data, batch_size, previous))
+        if validation_data is not None:
+            validation_data = self._make_data_loader(
+                validation_data, batch_size, previous, shuffle=False, merge_last=True
+            )
+        self._validation = validation_data
+        if validate_every is not None and validation_data is None:
             raise ConfigError(
                 f"validate_every={validate_every!r} requires validation data.",
                 remedy="Pass fit(..., validation=data), or remove validate_every.",
@@ -456,16 +462,16 @@ class Trainer:
             )
 
     def _make_data_loader(
-        self, data: Any, batch_size: int | None, previous: ShardedDataLoader | None, **options: Any
+        self, data: Any, batch_size: int | None, previous_loader: ShardedDataLoader | None, **options: Any
     ) -> ShardedDataLoader:
         """Create the data loader for data that was passed to ``fit``, with the options of the engine's data loader."""
         if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
             options = {"merge_last": True} if options else {}
-        elif previous is not None:
-            batch_size = previous.batch_size if batch_size is None else batch_size
-            options["collate_fn"] = previous.collate_fn
+        elif previous_loader is not None:
+            batch_size = previous_loader.batch_size if batch_size is None else batch_size
+            options["collate_fn"] = previous_loader.collate_fn
         return create_data_loader(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_finished(self) -> bool:
@@ -477,7 +483,7 @@ class Trainer:
 
 def _compute_mean_tokens_per_sample(batch: Any) -> float:
     """Return the mean number of tokens per sample in a batch, or 1 if the batch contains no ``input_ids``."""
-    batches = batch if is_batch_list(batch) else [batch]
+    batches = batch if is_list_of_batches(batch) else [batch]
     columns = [each.get("input_ids") for each in batches if isinstance(each, Mapping)]
     ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]
     return sum(x.numel() for x in ids) / sum(len(x) for x in ids) if ids else 1.0

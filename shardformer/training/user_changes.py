@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import gather_from_all_ranks
+from shardformer.comm.collective_call import run_and_all_gather
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_library_hook
@@ -60,9 +60,9 @@ class AttributeSnapshot:
     is_computed: bool = False
 
 
-def take_model_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, AttributeSnapshot]:
+def take_model_snapshot(model: nn.Module, unsharded_model: nn.Module) -> dict[ItemKey, AttributeSnapshot]:
     """Record the attributes, buffers and hooks of a sharded model, to detect later changes by the user."""
-    modules = dict(unsharded.named_modules())
+    modules = dict(unsharded_model.named_modules())
     found: dict[ItemKey, AttributeSnapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         trains = param.requires_grad
@@ -79,25 +79,25 @@ def take_model_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey,
 
 
 def gather_model_changes(
-    before: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded: nn.Module, world: Axis
+    old_snapshot: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded_model: nn.Module, world: Axis
 ) -> dict[ItemKey, Any]:
-    """Gather all changes that users made to the model on any rank since the snapshot ``before`` was taken.
+    """Gather all changes that users made to the model on any rank since the snapshot ``old_snapshot`` was taken.
 
     If a change cannot be carried over to another layout, all ranks raise ConfigError.
     """
-    now, local = take_model_snapshot(model, unsharded), dict[ItemKey, AttributeSnapshot]()
+    now, local = take_model_snapshot(model, unsharded_model), dict[ItemKey, AttributeSnapshot]()
 
     def describe_local_changes() -> dict[ItemKey, tuple[str, Any]]:
-        local.update(_diff_snapshots(before, now))
+        local.update(_diff_snapshots(old_snapshot, now))
         cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
         return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
-    by_rank = gather_from_all_ranks(describe_local_changes, world, "engine.reshard")
+    by_rank = run_and_all_gather(describe_local_changes, world, "engine.reshard")
     changes: dict[ItemKey, Any] = {}
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
         if not is_same or (value is None and key not in local):
-            item = _describe_item(key)
+            item = _describe_snapshot_key(key)
             raise ConfigError(
                 f"The {item} was modified differently on different ranks.",
                 remedy="Make the same change on all ranks, or undo it before engine.reshard.",
@@ -106,18 +106,18 @@ def gather_model_changes(
     return changes
 
 
-def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
+def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded_model: nn.Module) -> None:
     """Repeat on an unsharded model the changes that ``gather_model_changes`` found."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
-            unsharded.get_parameter(path).requires_grad_(value)
+            unsharded_model.get_parameter(path).requires_grad_(value)
         elif kind == "module":
-            unsharded.set_submodule(path, copy.deepcopy(value))
+            unsharded_model.set_submodule(path, copy.deepcopy(value))
         elif kind == "buffer":
-            unsharded.get_submodule(path)._buffers[name] = value.clone()
+            unsharded_model.get_submodule(path)._buffers[name] = value.clone()
         else:
-            owner: Any = unsharded.get_submodule(path)
+            owner: Any = unsharded_model.get_submodule(path)
             *inner, last = name.split(".")
             for each in inner:
                 owner = getattr(owner, each)
@@ -125,30 +125,34 @@ def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) ->
 
 
 def _diff_snapshots(
-    before: Mapping[ItemKey, AttributeSnapshot], after: Mapping[ItemKey, AttributeSnapshot]
+    old_snapshot: Mapping[ItemKey, AttributeSnapshot], new_snapshot: Mapping[ItemKey, AttributeSnapshot]
 ) -> dict[ItemKey, AttributeSnapshot]:
     """Return the changes between two snapshots. Raise ConfigError if one cannot be set in a resharded model."""
 
-    def summary(item: AttributeSnapshot | None) -> object:
-        return item and (item.description, item.identity)
+    def get_comparable_value(snapshot: AttributeSnapshot | None) -> object:
+        return snapshot and (snapshot.description, snapshot.identity)
 
-    changed = sorted(key for key in before.keys() | after.keys() if summary(before.get(key)) != summary(after.get(key)))
+    changed = sorted(
+        key
+        for key in old_snapshot.keys() | new_snapshot.keys()
+        if get_comparable_value(old_snapshot.get(key)) != get_comparable_value(new_snapshot.get(key))
+    )
     replaced = tuple(f"{path}." for kind, path, name in changed if (kind, name) == ("module", "") and path)
     found = {}
     for key in changed:
         kind, path, _ = key
-        if key not in after and kind != "parameter" and f"{path}.".startswith(replaced):
+        if key not in new_snapshot and kind != "parameter" and f"{path}.".startswith(replaced):
             continue  # its module was replaced
-        if key in after and after[key].is_computed:
+        if key in new_snapshot and new_snapshot[key].is_computed:
             continue
-        if key not in after or not after[key].is_copyable:
-            item = _describe_item(key)
+        if key not in new_snapshot or not new_snapshot[key].is_copyable:
+            item = _describe_snapshot_key(key)
             raise ConfigError(
                 f"The {item} was modified after initialize, which engine.reshard does not support.",
                 remedy="Undo the change before engine.reshard and repeat it afterwards, or load a checkpoint with the "
                 "new layout.",
             )
-        found[key] = after[key]
+        found[key] = new_snapshot[key]
     return found
 
 
@@ -178,38 +182,50 @@ def _snapshot_buffers(module: nn.Module) -> Iterator[tuple[str, AttributeSnapsho
 
 
 def _snapshot_attributes(
-    module: nn.Module, initial: Mapping[str, Any] | None
+    module: nn.Module, initial_attributes: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, AttributeSnapshot]]:
     of_library = any(_get_package_name(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
-        if name in INTERNAL or name.startswith("_shardformer") or (initial is not None and name not in initial):
+        if (
+            name in INTERNAL
+            or name.startswith("_shardformer")
+            or (initial_attributes is not None and name not in initial_attributes)
+        ):
             continue
         is_private = of_library and name.startswith("_")  # handles and caches of a library
         found = _snapshot_attribute(name, value, 0 if is_private else DEPTH)
         yield from (pair for pair in found if pair[1].is_copyable or pair[1].is_computed or not is_private)
 
 
-def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, AttributeSnapshot]]:
+def _snapshot_attribute(attribute_name: str, value: Any, max_depth: int) -> Iterator[tuple[str, AttributeSnapshot]]:
     if _is_plain_value(value):
         yield (
-            name,
-            AttributeSnapshot(f"{type(value).__name__} {_stable_repr(value)}", copy.deepcopy(value), is_sendable=True),
+            attribute_name,
+            AttributeSnapshot(
+                f"{type(value).__name__} {_deterministic_repr(value)}", copy.deepcopy(value), is_sendable=True
+            ),
         )
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
-            yield name, AttributeSnapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
+            yield attribute_name, AttributeSnapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
         elif not isinstance(value, nn.Parameter) and has_data(value):
-            yield name, _snapshot_tensor(value)
-    elif (function := _get_underlying_function(value)) is not None:
-        description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
-        yield name, AttributeSnapshot(description, value, is_copyable=is_copyable, identity=id(function))
+            yield attribute_name, _snapshot_tensor(value)
+    elif (function := _unwrap_partial(value)) is not None:
+        description, is_copyable = (
+            f"{function.__module__}.{function.__qualname__}",
+            not _references_module_or_tensor(value),
+        )
+        yield attribute_name, AttributeSnapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_library_hook(value.__func__):
-            yield name, AttributeSnapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
+            yield attribute_name, AttributeSnapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
     elif not isinstance(value, nn.Module) and _get_package_name(type(value)) not in ("shardformer", "builtins"):
-        yield name, AttributeSnapshot(type(value).__qualname__, is_copyable=False)
-        for inner, each in vars(value).items() if depth and hasattr(value, "__dict__") else ():
-            yield from ((f"{name}.{path}", snapshot) for path, snapshot in _snapshot_attribute(inner, each, depth - 1))
+        yield attribute_name, AttributeSnapshot(type(value).__qualname__, is_copyable=False)
+        for inner, each in vars(value).items() if max_depth and hasattr(value, "__dict__") else ():
+            yield from (
+                (f"{attribute_name}.{path}", snapshot)
+                for path, snapshot in _snapshot_attribute(inner, each, max_depth - 1)
+            )
 
 
 def _snapshot_tensor(tensor: Tensor) -> AttributeSnapshot:
@@ -219,25 +235,29 @@ def _snapshot_tensor(tensor: Tensor) -> AttributeSnapshot:
     )
 
 
-def _get_underlying_function(value: Any) -> Any:
+def _unwrap_partial(function_or_partial: Any) -> Any:
     """Return the function itself, or the function in a ``functools.partial``, and None for other values."""
-    function = value.func if isinstance(value, partial) else value
+    function = function_or_partial.func if isinstance(function_or_partial, partial) else function_or_partial
     return function if isinstance(function, FUNCTIONS) else None
 
 
-def _refers_to_module(value: Any) -> bool:
+def _references_module_or_tensor(function_or_partial: Any) -> bool:
     """Return whether a function or ``functools.partial`` has a module or tensor in its arguments or closure."""
-    references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
-    for cell in getattr(_get_underlying_function(value), "__closure__", None) or ():
+    references = (
+        [*function_or_partial.args, *function_or_partial.keywords.values()]
+        if isinstance(function_or_partial, partial)
+        else []
+    )
+    for cell in getattr(_unwrap_partial(function_or_partial), "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
             references.append(cell.cell_contents)
     return any(isinstance(getattr(x, "__self__", x), (nn.Module, Tensor)) for x in references)
 
 
-def _stable_repr(value: Any) -> str:
+def _deterministic_repr(value: Any) -> str:
     """Return a repr that is identical on all ranks, with the elements of sets in sorted order."""
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
+        return f"{{{', '.join(sorted(map(_deterministic_repr, value)))}}}"
     return repr(value)
 
 
@@ -257,6 +277,6 @@ def _get_package_name(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def _describe_item(key: ItemKey) -> str:
-    kind, path, name = key
+def _describe_snapshot_key(item_key: ItemKey) -> str:
+    kind, path, name = item_key
     return f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"

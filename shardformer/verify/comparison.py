@@ -108,7 +108,7 @@ def get_tolerances(dtype: torch.dtype) -> Tolerances:
     )
 
 
-def get_16_bit_tolerances(dtype: torch.dtype) -> Tolerances:
+def get_half_precision_tolerances(dtype: torch.dtype) -> Tolerances:
     """Return the tolerances for models with 16-bit parameters and fp32 master weights.
 
     The tolerances are larger than rounding errors, including a ReLU that rounding flips (T5), and smaller than the

@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import find_unknown_inputs
+from shardformer.discovery.example_inputs import find_unknown_forward_args
 from shardformer.discovery.reduced_model import ReducedModel, compute_probe_loss, find_accepted_batch, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, get_model_class
 from shardformer.errors import (
@@ -68,7 +68,7 @@ MULTIMODAL_TASKS = (
 """Tasks whose models read images and text. They determine the main class of a model type with several classes."""
 
 
-def map_model_types_to_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
+def get_model_classes_by_type(tasks: Sequence[str] = TASKS) -> dict[str, str]:
     """Return the class name of each transformers model type, for the first task in ``tasks`` that it supports."""
     from transformers.models.auto import modeling_auto
 
@@ -80,12 +80,12 @@ def map_model_types_to_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def map_all_model_types_to_classes() -> Mapping[str, str]:
+def get_all_model_classes_by_type() -> Mapping[str, str]:
     """Return a dict from all transformers model types to the name of their main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
-    found = map_model_types_to_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
+    found = get_model_classes_by_type((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
     base = modeling_auto.MODEL_MAPPING_NAMES.items()
     return {**{kind: names if isinstance(names, str) else names[0] for kind, names in base}, **found}
 
@@ -99,7 +99,7 @@ class ReducedModelFactory:
     """Picklable function that builds a small random model from the default config of a transformers model type.
 
     Args:
-        model_type: one of ``map_all_model_types_to_classes()``.
+        model_type: one of ``get_all_model_classes_by_type()``.
         head: a class of transformers. If empty, it is the main class of the type.
     """
 
@@ -108,7 +108,7 @@ class ReducedModelFactory:
 
     @property
     def head_class(self) -> str:
-        return self.head or map_all_model_types_to_classes()[self.model_type]
+        return self.head or get_all_model_classes_by_type()[self.model_type]
 
     def get_config(self) -> Any:
         return _make_reduced_model(self).model.config
@@ -124,7 +124,7 @@ class ReducedModelFactory:
         batch_fn = ExampleBatchFactory(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
-        return batches if own_loss else {**batches, "loss_fn": compute_output_loss, "loss_weight": count_samples}
+        return batches if own_loss else {**batches, "loss_fn": compute_label_free_loss, "loss_weight": count_samples}
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class ExampleBatch:
     """Example batch of a model, from which the batches of all steps are derived.
 
     Args:
-        ids: token ids of image and sound placeholders, by the names of their config fields.
-        compares: whether the model has a contrastive loss, which compares the samples.
+        media_token_ids: token ids of image and sound placeholders, by the names of their config fields.
+        has_contrastive_loss: whether the model has a contrastive loss, which compares the samples.
     """
 
     batch: Mapping[str, Tensor]
-    ids: Mapping[str, int]
+    media_token_ids: Mapping[str, int]
     dtype: torch.dtype
-    compares: bool
+    has_contrastive_loss: bool
 
     @staticmethod
     def from_model(model: nn.Module, batch: Mapping[str, Tensor]) -> ExampleBatch:
@@ -161,14 +161,16 @@ class ExampleBatchFactory:
     def __call__(self, step: int) -> Mapping[str, Tensor]:
         example = _make_example_batch(self.model_fn)
         count = get_batch_size(example.batch)
-        each = split_batch(example.batch, [1] * count, media_token_ids=example.ids)
-        rolled = [_roll_text_tokens(each[n % count], step + n // count, example.ids) for n in range(self.samples)]
+        each = split_batch(example.batch, [1] * count, media_token_ids=example.media_token_ids)
+        rolled = [
+            _roll_text_tokens(each[n % count], step + n // count, example.media_token_ids) for n in range(self.samples)
+        ]
         batch = {name: torch.cat([one[name] for one in rolled]) if x.dim() else x for name, x in example.batch.items()}
         batch = {name: x.to(example.dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        return {**batch, CONTRAST: torch.tensor(True)} if example.compares and self.samples > 1 else batch
+        return {**batch, CONTRAST: torch.tensor(True)} if example.has_contrastive_loss and self.samples > 1 else batch
 
-    def with_samples(self, samples: int) -> ExampleBatchFactory:
-        return replace(self, samples=samples)
+    def with_samples(self, num_samples: int) -> ExampleBatchFactory:
+        return replace(self, samples=num_samples)
 
 
 def is_multimodal(head_class: str) -> bool:
@@ -190,7 +192,7 @@ def _roll_text_tokens(
     return {**sample, MEDIA_TOKEN_FIELDS: rolled}
 
 
-def compute_output_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def compute_label_free_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return a loss for a model without labels: the sum of the weighted mean squares of all outputs."""
     return compute_probe_loss(model(**batch), equal_sample_weights=True)
 
@@ -219,15 +221,15 @@ def _make_reduced_model(factory: ReducedModelFactory) -> ReducedModel:
         ) from error
     model = build_meta_model(config)
     try:
-        return reduce_model(model, media_in_text=True)
+        return reduce_model(model, with_media_tokens=True)
     except PolicyError as error:
         raise _make_example_batch_error(model, error) from error
 
 
-def _make_example_batch_error(model: nn.Module, error: Exception) -> ConfigError:
-    text = get_first_message_line(error)
-    reason = error.what if isinstance(error, ShardFormerError) else f"{type(error).__name__}: {text}"
-    needed, optional = find_unknown_inputs(model)
+def _make_example_batch_error(model: nn.Module, exception: Exception) -> ConfigError:
+    text = get_first_message_line(exception)
+    reason = exception.what if isinstance(exception, ShardFormerError) else f"{type(exception).__name__}: {text}"
+    needed, optional = find_unknown_forward_args(model)
     inputs = ", ".join(needed or optional)
     return ConfigError(
         f"Cannot create an example batch for {type(model).__name__} from its config: {reason:.400}.",
@@ -269,34 +271,34 @@ def import_module_or_file(name_or_file: str) -> ModuleType:
     return _import_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
 
 
-def _import_by_name(name: str) -> ModuleType:
+def _import_by_name(module_name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         with _stdin_from_devnull():
-            return import_module(name)
+            return import_module(module_name)
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
-            raise _make_import_error(name, error) from error
+        if module_name and (missing is None or not f"{module_name}.".startswith(f"{missing}.")):
+            raise _make_import_error(module_name, error) from error
         directory = str(Path.cwd())
         raise ConfigError(
-            f"The module {name!r} was not found in {directory!r} or in the installed packages ({error}).",
+            f"The module {module_name!r} was not found in {directory!r} or in the installed packages ({error}).",
             remedy="Correct the name, or pass a file and a function, such as path/to/file.py:function.",
         ) from error
 
 
-def call_user_function(function: Callable[[], Any], name: str) -> Any:
+def call_user_function(fn: Callable[[], Any], fn_name: str) -> Any:
     """Call a user's function, and convert its exceptions to ConfigError."""
     try:
         with _stdin_from_devnull():
-            return function()
+            return fn()
     except ShardFormerError:
         raise
     except (Exception, SystemExit) as error:
         reason = _format_error_with_location(error)
         raise ConfigError(
-            f"The function {name} failed: {reason}.",
+            f"The function {fn_name} failed: {reason}.",
             remedy=f"Fix the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
@@ -313,20 +315,22 @@ def _stdin_from_devnull() -> Iterator[None]:
             sys.stdin = before
 
 
-def _format_error_with_location(error: BaseException) -> str:
+def _format_error_with_location(exception: BaseException) -> str:
     """Format an exception of user code with its class, message and line number."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    frames = traceback.extract_tb(exception.__traceback__)
+    line = getattr(exception, "lineno", None) or (frames[-1].lineno if frames else None)
     kind = (
-        f"the code exits the process: {type(error).__name__}" if isinstance(error, SystemExit) else type(error).__name__
+        f"the code exits the process: {type(exception).__name__}"
+        if isinstance(exception, SystemExit)
+        else type(exception).__name__
     )
-    return f"{kind}: {error}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
+    return f"{kind}: {exception}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
 
 
-def _make_import_error(name: str, error: BaseException) -> ConfigError:
-    reason = _format_error_with_location(error)
+def _make_import_error(module_name: str, exception: BaseException) -> ConfigError:
+    reason = _format_error_with_location(exception)
     return ConfigError(
-        f"The module {name!r} cannot be imported: {reason}.",
+        f"The module {module_name!r} cannot be imported: {reason}.",
         remedy=f"Fix the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
     )
 
@@ -364,22 +368,22 @@ class PretrainedModelFactory:
     """Picklable function that builds a transformers model from a folder, a config.json or the hub.
 
     Args:
-        where: the folder, the file, or the name on the hub.
+        name_or_path: the folder, the file, or the name on the hub.
         head: a class of transformers.
-        random: initialize random weights from the config instead of loading weights.
-        dropout: False sets every dropout of the config to zero.
-        local: use only files in the local cache of the hub.
+        has_random_weights: initialize random weights from the config instead of loading weights.
+        use_dropout: False sets every dropout of the config to zero.
+        local_files_only: use only files in the local cache of the hub.
     """
 
-    where: str
+    name_or_path: str
     head: str
-    random: bool = False
-    dropout: bool = True
-    local: bool = True
+    has_random_weights: bool = False
+    use_dropout: bool = True
+    local_files_only: bool = True
 
     def get_config(self) -> Any:
-        config = load_hf_config(self.where, self.local)
-        if not self.dropout:
+        config = load_hf_config(self.name_or_path, self.local_files_only)
+        if not self.use_dropout:
             for name, value in vars(config).items():
                 if "drop" in name and isinstance(value, float):
                     setattr(config, name, 0.0)
@@ -401,19 +405,19 @@ class PretrainedModelFactory:
         try:
             model: nn.Module = (
                 kind(config)
-                if self.random
-                else kind.from_pretrained(self.where, config=config, local_files_only=self.local)
+                if self.has_random_weights
+                else kind.from_pretrained(self.name_or_path, config=config, local_files_only=self.local_files_only)
             )
         except OSError as error:
             reason = get_first_message_line(error)
             raise ConfigError(
-                f"The weights of {self.head} cannot be loaded from {self.where!r}: {reason}.",
+                f"The weights of {self.head} cannot be loaded from {self.name_or_path!r}: {reason}.",
                 remedy="Save the weights in this folder, or pass the path of its config.json to use random weights.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
             reason = get_first_message_line(error)
             raise ConfigError(
-                f"transformers cannot create a {self.head} from {self.where!r}: {reason}.",
+                f"transformers cannot create a {self.head} from {self.name_or_path!r}: {reason}.",
                 remedy="Correct the config.json of the model.",
             ) from error
         return model
@@ -428,14 +432,15 @@ class ModelSource:
         model_fn: builds the model. Picklable.
         head: class name of the model.
         config: config of the model, or None.
-        own: other values that a user function returned: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
+        user_overrides: other values that a user function returned: ``batch_fn``, ``loss_fn``, ``policy``,
+            ``loss_weight``.
     """
 
     title: str
     model_fn: Callable[[], nn.Module]
     head: str
     config: Any = None
-    own: Mapping[str, Any] = field(default_factory=dict)
+    user_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -490,22 +495,25 @@ class ModelSource:
         title = f"{self.title}, {round_up_to_supported_depth(model_fn.family, self.head, min_layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.get_config())
 
-    def make_batch_fn(self, batch_size: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
+    def make_batch_fn(self, batch_size: int = 4, sequence_length: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
         """Return the user's ``batch_fn``, or create a function that returns the global batch of a step.
 
         By default, batches contain random tokens with labels. Images and sounds have the sizes of the config. Raises
         ConfigError if the inputs of the model are unknown, or if the model accepts fewer tokens.
         """
-        if "batch_fn" in self.own:
-            batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
+        if "batch_fn" in self.user_overrides:
+            batch_fn: Callable[[int], Mapping[str, Any]] = self.user_overrides["batch_fn"]
             return batch_fn.with_samples(batch_size) if isinstance(batch_fn, ExampleBatchFactory) else batch_fn
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
         if sizes and is_vision_only(self.head):
-            return RandomBatchFactory(self.head, batch=batch_size, num_labels=self.config.num_labels, changes=sizes)
+            return RandomBatchFactory(
+                self.head, batch_size=batch_size, num_labels=self.config.num_labels, changes=sizes
+            )
         if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
-            if sequence != TOKENS:
+            if sequence_length != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} has no effect on {self.title}: its media determine the number of tokens.",
+                    f"sequence={sequence_length} has no effect on {self.title}: its media determine the number of "
+                    "tokens.",
                     remedy="Remove the option.",
                 )
             return ExampleBatchFactory(self.model_fn, batch_size)
@@ -517,62 +525,69 @@ class ModelSource:
                 "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
             )
         longest = getattr(self.config, "max_position_embeddings", None)
-        if isinstance(longest, int) and sequence > longest:
+        if isinstance(longest, int) and sequence_length > longest:
             raise ConfigError(
-                f"sequence={sequence} exceeds max_position_embeddings={longest} of {self.title}.",
+                f"sequence={sequence_length} exceeds max_position_embeddings={longest} of {self.title}.",
                 remedy=f"Use a sequence of at most {longest} tokens.",
             )
         eos = get_first_token_id(getattr(self.config, "eos_token_id", None), 2)
-        return RandomBatchFactory(self.head, vocab_size, batch_size, sequence, self.config.num_labels, eos, sizes)
+        return RandomBatchFactory(
+            self.head, vocab_size, batch_size, sequence_length, self.config.num_labels, eos, sizes
+        )
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
         """The user's loss function, ``compute_model_loss`` for random batches, or None to use the model's own loss."""
-        default = None if "batch_fn" in self.own else compute_model_loss
-        loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
+        default = None if "batch_fn" in self.user_overrides else compute_model_loss
+        loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.user_overrides.get("loss_fn", default)
         return loss_fn
 
 
-def find_model_source(name: str, *, dropout: bool = True) -> ModelSource:
+def find_model_source(model_spec: str, *, use_dropout: bool = True) -> ModelSource:
     """Find the model that the command-line argument MODEL selects, and return how to build it.
 
     Args:
-        name: a family, a model type, a folder, a config.json, a name on the hub, or ``module:function``.
-        dropout: False sets the dropout of a loaded model to zero.
+        model_spec: a family, a model type, a folder, a config.json, a name on the hub, or ``module:function``.
+        use_dropout: False sets the dropout of a loaded model to zero.
 
     Raises:
         ConfigError: no such model exists.
     """
-    if name in SMALL_CONFIGS:
-        sample = SmallModelFactory(name)
-        return ModelSource(f"the small random {name}", sample, sample.head_class, sample.get_config())
-    path = Path(name).expanduser()
+    if model_spec in SMALL_CONFIGS:
+        sample = SmallModelFactory(model_spec)
+        return ModelSource(f"the small random {model_spec}", sample, sample.head_class, sample.get_config())
+    path = Path(model_spec).expanduser()
     if path.exists():
-        return _make_pretrained_source(name, PretrainedModelFactory(str(path), "", path.is_file(), dropout))
-    if name in map_all_model_types_to_classes():
-        return _make_source_from_model_type(name)
-    if ":" in name:
-        return _make_source_from_function(name)
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return _make_pretrained_source(model_spec, PretrainedModelFactory(str(path), "", path.is_file(), use_dropout))
+    if model_spec in get_all_model_classes_by_type():
+        return _make_source_from_model_type(model_spec)
+    if ":" in model_spec:
+        return _make_source_from_function(model_spec)
+    if (
+        model_spec.startswith((".", "/", "~"))
+        or model_spec.endswith(".json")
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_spec)
+    ):
         directory = str(Path.cwd())
         raise ConfigError(
-            f"There is no file or folder {name!r} (current directory: {directory!r}).",
+            f"There is no file or folder {model_spec!r} (current directory: {directory!r}).",
             remedy="Correct the path, or pass a model family, a name on the Hugging Face hub, or module:function.",
         )
     return _make_pretrained_source(
-        name, PretrainedModelFactory(name, "", dropout=dropout, local=not is_hub_reachable())
+        model_spec,
+        PretrainedModelFactory(model_spec, "", use_dropout=use_dropout, local_files_only=not is_hub_reachable()),
     )
 
 
-def import_policy_class(name: str) -> type[Policy]:
+def import_policy_class(policy_spec: str) -> type[Policy]:
     """Import a policy class that is specified as ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
-    where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
-    module = import_module_or_file(where or name)
+    where, _, class_name = (policy_spec, "", "") if policy_spec.endswith(".py") else policy_spec.rpartition(":")
+    module = import_module_or_file(where or policy_spec)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
     own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
     if not class_name and len(own) == 1:
         class_name = own[0]
-    source, count, suggestion = where or name, len(own), suggest_similar_names(class_name, own)
+    source, count, suggestion = where or policy_spec, len(own), suggest_similar_names(class_name, own)
     if not class_name:
         raise ConfigError(
             f"{source!r} must contain exactly one policy (a subclass of shardformer.policies.Policy), but has {count}.",
@@ -586,11 +601,13 @@ def import_policy_class(name: str) -> type[Policy]:
     return kinds[class_name]
 
 
-def load_hf_config(name_or_path: str, local: bool = True) -> Any:
+def load_hf_config(name_or_path: str, local_files_only: bool = True) -> Any:
     """Load a transformers config from a folder, a config.json or the hub. Raises ConfigError if it is not found."""
     transformers = load_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(
+            name_or_path, trust_remote_code=False, local_files_only=local_files_only
+        )
     except Exception as error:  # invalid files raise errors of any type
         reason = get_first_message_line(error)
         if Path(name_or_path).exists():
@@ -598,7 +615,10 @@ def load_hf_config(name_or_path: str, local: bool = True) -> Any:
                 f"transformers cannot read the config in {name_or_path!r}: {reason}.",
                 remedy="Pass a folder that was written by save_pretrained, or module:function for your own model.",
             ) from error
-        reason, hint = f"{get_hub_url()} cannot be reached" if local else reason, _suggest_names(name_or_path)
+        reason, hint = (
+            f"{get_hub_url()} cannot be reached" if local_files_only else reason,
+            _suggest_names(name_or_path),
+        )
         raise ConfigError(
             f"There is no model family, local path or Hugging Face model named {name_or_path!r}: {reason}.",
             remedy=f"{hint}Correct the name, or pass a folder DIR from `hf download {name_or_path} --local-dir DIR`.",
@@ -626,11 +646,11 @@ def _make_source_from_model_type(model_type: str, head_class: str = "") -> Model
     )
 
 
-def _make_pretrained_source(title: str, pretrained: PretrainedModelFactory) -> ModelSource:
-    config = load_hf_config(pretrained.where, pretrained.local)
+def _make_pretrained_source(title: str, model_factory: PretrainedModelFactory) -> ModelSource:
+    config = load_hf_config(model_factory.name_or_path, model_factory.local_files_only)
     head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class_exists(head, title)
-    return ModelSource(title, replace(pretrained, head=head), head, config)
+    return ModelSource(title, replace(model_factory, head=head), head, config)
 
 
 def _get_min_vocab_size(config: Any) -> int | None:
@@ -640,24 +660,24 @@ def _get_min_vocab_size(config: Any) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _check_class_exists(class_name: str, title: str) -> None:
+def _check_class_exists(class_name: str, source_title: str) -> None:
     if not class_name:
-        raise ConfigError(f"{title} specifies no model class.", remedy="Set architectures in the config.")
+        raise ConfigError(f"{source_title} specifies no model class.", remedy="Set architectures in the config.")
     if get_model_class(class_name) is None:
         hint = _suggest_names(class_name, {*dir(load_transformers())} - {class_name})
         raise ConfigError(
-            f"transformers has no model class {class_name!r}, which {title} specifies.",
+            f"transformers has no model class {class_name!r}, which {source_title} specifies.",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 
 
-def _suggest_names(name: str, candidates: Any = SMALL_CONFIGS) -> str:
-    hint = suggest_similar_names(name, candidates)
+def _suggest_names(unknown_name: str, candidates: Any = SMALL_CONFIGS) -> str:
+    hint = suggest_similar_names(unknown_name, candidates)
     return f"{hint} " if hint.startswith("Did") else ""
 
 
-def _make_source_from_function(name: str) -> ModelSource:
-    where, _, function_name = name.rpartition(":")
+def _make_source_from_function(function_spec: str) -> ModelSource:
+    where, _, function_name = function_spec.rpartition(":")
     module = import_module_or_file(where)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -672,28 +692,28 @@ def _make_source_from_function(name: str) -> ModelSource:
         parameters.bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {name} is called without arguments, but has the parameters {parameters}.",
+            f"The function {function_spec} is called without arguments, but has the parameters {parameters}.",
             remedy="Give each parameter a default value, or pass a function without parameters.",
         ) from error
     except ValueError:  # a function written in C may have no signature
         pass
-    returned = call_user_function(function, name)
+    returned = call_user_function(function, function_spec)
     if isinstance(returned, nn.Module):
-        return ModelSource(name, function, type(returned).__name__, getattr(returned, "config", None))
+        return ModelSource(function_spec, function, type(returned).__name__, getattr(returned, "config", None))
     own = dict(returned) if isinstance(returned, Mapping) else {}
     if isinstance(returned, tuple) and len(returned) == 2:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS[1:])
         raise ConfigError(
-            f"The function {name} returned {value}, which is not supported.",
+            f"The function {function_spec} returned {value}, which is not supported.",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and optionally {keys}.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
-        return ModelSource(name, model_fn, "", own=own)
-    model = call_user_function(model_fn, f"model_fn of {name}")
-    return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
+        return ModelSource(function_spec, model_fn, "", user_overrides=own)
+    model = call_user_function(model_fn, f"model_fn of {function_spec}")
+    return ModelSource(function_spec, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
 def _describe_returned_value(returned: Any) -> str:

@@ -212,11 +212,16 @@ def is_vision_only(head_class: str) -> bool:
     return FAMILY_OF.get(head_class) in _VISION_FAMILIES or head_class == "Blip2VisionModel"
 
 
-def get_head_config_fields(head_class: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the config fields of the small model for a head class, updated with ``changes``."""
+def get_head_config_fields(
+    head_class: str, config_overrides: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the config fields of the small model for a head class, updated with ``config_overrides``."""
     family = SMALL_CONFIGS[FAMILY_OF[head_class]]
     settings = {**family, **HEAD_CONFIG.get(head_class, {})}
-    return {**(settings[SUBMODEL_FIELDS[head_class]] if head_class in SUBMODEL_FIELDS else settings), **changes}
+    return {
+        **(settings[SUBMODEL_FIELDS[head_class]] if head_class in SUBMODEL_FIELDS else settings),
+        **config_overrides,
+    }
 
 
 # B batch, C channels, P patches, Q point groups, K points, S sequence, H hidden
@@ -225,43 +230,43 @@ IGNORED = 255
 
 
 def make_image_batch(
-    head_class: str, generator: Generator, settings: Mapping[str, Any], batch_size: int, num_labels: int
+    head_class: str, generator: Generator, config_fields: Mapping[str, Any], batch_size: int, num_labels: int
 ) -> dict[str, Tensor]:
     """Return a batch of random images, with the labels that the head class requires."""
-    images_BCss = make_random_images(generator, settings, batch_size)
+    images_BCss = make_random_images(generator, config_fields, batch_size)
     if head_class.endswith("ForImageClassification"):
         labels_B = torch.randint(num_labels, (batch_size,), generator=generator)
         return {"pixel_values": images_BCss, "labels": labels_B}
     if head_class.endswith("ForSemanticSegmentation"):
-        size = settings["image_size"]
+        size = config_fields["image_size"]
         labels_Bss = torch.randint(num_labels, (batch_size, size, size), generator=generator)
-        labels_Bss[:, :3] = settings.get("semantic_loss_ignore_index", IGNORED)
+        labels_Bss[:, :3] = config_fields.get("semantic_loss_ignore_index", IGNORED)
         return {"pixel_values": images_BCss, "labels": labels_Bss}
     if head_class.endswith("ForMaskedImageModeling"):
-        return {"pixel_values": images_BCss, **_make_patch_mask(head_class, generator, settings, batch_size)}
+        return {"pixel_values": images_BCss, **_make_patch_mask(head_class, generator, config_fields, batch_size)}
     return {"pixel_values": images_BCss}
 
 
-def make_random_images(generator: Generator, settings: Mapping[str, Any], batch_size: int) -> Tensor:
-    size = settings["image_size"]
-    return torch.randn(batch_size, settings.get("num_channels", 3), size, size, generator=generator)
+def make_random_images(generator: Generator, config_fields: Mapping[str, Any], batch_size: int) -> Tensor:
+    size = config_fields["image_size"]
+    return torch.randn(batch_size, config_fields.get("num_channels", 3), size, size, generator=generator)
 
 
 def _make_patch_mask(
-    head_class: str, generator: Generator, settings: Mapping[str, Any], batch_size: int
+    head_class: str, generator: Generator, config_fields: Mapping[str, Any], batch_size: int
 ) -> dict[str, Tensor]:
-    num_patches = (settings["image_size"] // settings["patch_size"]) ** 2
+    num_patches = (config_fields["image_size"] // config_fields["patch_size"]) ** 2
     order_BP = torch.rand(batch_size, num_patches, generator=generator).argsort(dim=1)
     if head_class != "BeitForMaskedImageModeling":
         return {"bool_masked_pos": order_BP < num_patches // 3}
     # BEiT's labels are those of all masked patches in a row: one masked patch per image gives one label per row
-    labels_B = torch.randint(settings["vocab_size"], (batch_size,), generator=generator)
+    labels_B = torch.randint(config_fields["vocab_size"], (batch_size,), generator=generator)
     return {"bool_masked_pos": order_BP == 0, "labels": labels_B}
 
 
-def make_sam_batch(generator: Generator, settings: Mapping[str, Any], batch_size: int) -> dict[str, Tensor]:
+def make_sam_batch(generator: Generator, config_fields: Mapping[str, Any], batch_size: int) -> dict[str, Tensor]:
     """Return a random batch for the Segment Anything Model (SAM), with two prompts per image."""
-    vision = settings["vision_config"]
+    vision = config_fields["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch_size, 2, 4).clone()
     return {
@@ -274,26 +279,26 @@ def make_sam_batch(generator: Generator, settings: Mapping[str, Any], batch_size
 
 
 def make_blip_batch(
-    head_class: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
+    head_class: str, generator: Generator, config_fields: Mapping[str, Any], text_batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a random batch for a BLIP-2 head class, with images and text, or with the inputs of a submodel."""
     if head_class == "Blip2TextModelWithProjection":
-        return dict(text)
-    ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
+        return dict(text_batch)
+    ids_BS, mask_BS = text_batch["input_ids"], text_batch["attention_mask"]
     batch = len(ids_BS)
     if head_class == "Blip2QFormerModel":
-        states = torch.randn(batch, 17, settings["encoder_hidden_size"], generator=generator)
-        queries = torch.randn(batch, ids_BS.shape[1], settings["hidden_size"], generator=generator)
+        states = torch.randn(batch, 17, config_fields["encoder_hidden_size"], generator=generator)
+        queries = torch.randn(batch, ids_BS.shape[1], config_fields["hidden_size"], generator=generator)
         # transformers accepts no padding here with a text, which does not attend to these states
         mask = torch.ones(batch, 17, dtype=torch.long)
         return {
             "query_embeds": queries, "attention_mask": mask_BS, "encoder_hidden_states": states,
             "encoder_attention_mask": mask, "query_length": torch.tensor(5),
         }  # fmt: skip
-    images = make_random_images(generator, settings["vision_config"], batch)
+    images = make_random_images(generator, config_fields["vision_config"], batch)
     if head_class.startswith("Blip2Vision"):
         return {"pixel_values": images}
-    image_tokens = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
+    image_tokens = torch.full((batch, config_fields["num_query_tokens"]), config_fields["image_token_index"])
     out = {
         "pixel_values": images,
         "input_ids": torch.cat([image_tokens, ids_BS], dim=1),
@@ -311,17 +316,21 @@ def make_blip_batch(
 
 
 def make_audio_batch(
-    head_class: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
+    head_class: str,
+    generator: Generator,
+    config_fields: Mapping[str, Any],
+    text_batch: Mapping[str, Tensor],
+    num_labels: int,
 ) -> dict[str, Tensor]:
     """Return a random batch for a Whisper head class, with spectrograms, and with text or class labels."""
-    ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
-    batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
+    ids_BT, mask_BT = text_batch["input_ids"], text_batch["attention_mask"]
+    batch, frames = len(ids_BT), 2 * config_fields["max_source_positions"]
     labels_BT = ids_BT.roll(-1, dims=1)
     labels_BT[:, :3] = -100
     if head_class == "WhisperForCausalLM":
-        encoded_BFH = torch.randn(batch, 7, settings["d_model"], generator=generator)
-        return {**text, "encoder_outputs": encoded_BFH, "labels": labels_BT}
-    sounds = {"input_features": torch.randn(batch, settings["num_mel_bins"], frames, generator=generator)}
+        encoded_BFH = torch.randn(batch, 7, config_fields["d_model"], generator=generator)
+        return {**text_batch, "encoder_outputs": encoded_BFH, "labels": labels_BT}
+    sounds = {"input_features": torch.randn(batch, config_fields["num_mel_bins"], frames, generator=generator)}
     if head_class == "WhisperForAudioClassification":
         return {**sounds, "labels": torch.randint(num_labels, (batch,), generator=generator)}
     if head_class == "WhisperModel":
@@ -340,31 +349,31 @@ class RandomBatchFactory:
 
     Args:
         head: a class of transformers. Classes outside ``HEAD_CLASSES`` receive token ids.
-        vocab_size, num_labels, eos: fields of the model's config.
-        batch, sequence: rows, and tokens per row.
+        vocab_size, num_labels, eos_token_id: fields of the model's config.
+        batch_size, sequence_length: rows, and tokens per row.
         changes: fields of the head's config that differ from the small model, such as the size of images.
     """
 
     head: str
     vocab_size: int = 127
-    batch: int = 4
-    sequence: int = 13
+    batch_size: int = 4
+    sequence_length: int = 13
     num_labels: int = 3
-    eos: int = 2
+    eos_token_id: int = 2
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(1000 + step)
         family = FAMILY_OF.get(self.head, "")
         if self.head == "SamModel":
-            return make_sam_batch(generator, self._config_fields, self.batch)
+            return make_sam_batch(generator, self._config_fields, self.batch_size)
         if is_vision_only(self.head):
-            return make_image_batch(self.head, generator, self._config_fields, self.batch, self.num_labels)
-        ids = self._make_random_tokens(generator, self.batch, self.sequence)
+            return make_image_batch(self.head, generator, self._config_fields, self.batch_size, self.num_labels)
+        ids = self._make_random_tokens(generator, self.batch_size, self.sequence_length)
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0
         if "T5" in self.head:
-            ids[:, -3] = self.eos
+            ids[:, -3] = self.eos_token_id
         batch = {"input_ids": ids, "attention_mask": mask}
         if family == "whisper":
             return make_audio_batch(self.head, generator, self._config_fields, batch, self.num_labels)
@@ -379,11 +388,11 @@ class RandomBatchFactory:
     def _make_random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
 
-    def _make_random_labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
-        classes = torch.randint(self.num_labels, (self.batch,), generator=generator)
-        per_token = self._make_random_tokens(generator, self.batch, self.sequence)
+    def _make_random_labels(self, generator: torch.Generator, input_ids: Tensor) -> dict[str, Tensor]:
+        classes = torch.randint(self.num_labels, (self.batch_size,), generator=generator)
+        per_token = self._make_random_tokens(generator, self.batch_size, self.sequence_length)
         per_token[:, :3] = -100
-        starts = torch.randint(self.sequence - 2, (self.batch,), generator=generator)
+        starts = torch.randint(self.sequence_length - 2, (self.batch_size,), generator=generator)
         head = self.head
         if head == "AlbertForPreTraining":
             return {"labels": per_token, "sentence_order_label": classes % 2}
@@ -396,25 +405,25 @@ class RandomBatchFactory:
         if head.endswith("ForTokenClassification"):
             return {"labels": torch.where(per_token == -100, -100, per_token % self.num_labels)}
         if head.endswith("ForQuestionAnswering"):
-            return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=self.sequence - 1)}
+            return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=self.sequence_length - 1)}
         if head.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
             return self._make_multiple_choice_batch(generator, classes % 2)
         if head == "T5Model":
-            return {"decoder_input_ids": self._make_random_tokens(generator, self.batch, self.sequence - 4)}
+            return {"decoder_input_ids": self._make_random_tokens(generator, self.batch_size, self.sequence_length - 4)}
         if head == "T5ForConditionalGeneration":
-            return {"labels": per_token[:, : self.sequence - 4].contiguous()}
+            return {"labels": per_token[:, : self.sequence_length - 4].contiguous()}
         return {} if head.endswith(("Model", "EncoderModel")) and "LMHead" not in head else {"labels": per_token}
 
-    def _make_multiple_choice_batch(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
-        ids = self._make_random_tokens(generator, self.batch, 2, self.sequence)
+    def _make_multiple_choice_batch(self, generator: torch.Generator, correct_choices: Tensor) -> dict[str, Tensor]:
+        ids = self._make_random_tokens(generator, self.batch_size, 2, self.sequence_length)
         if self.head.endswith("ForMultipleChoice"):
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": choice}
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": correct_choices}
         labels = ids.clone()
         labels[..., :3] = -100
-        ends = torch.full((self.batch, 2), self.sequence - 1)
+        ends = torch.full((self.batch_size, 2), self.sequence_length - 1)
         return {
             "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "mc_token_ids": ends,
-            "mc_labels": choice,
+            "mc_labels": correct_choices,
         }  # fmt: skip
 
 
@@ -429,7 +438,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
-    outputs = _iterate_float_outputs(output) if isinstance(output, Mapping) else iter(())
+    outputs = _iter_float_outputs(output) if isinstance(output, Mapping) else iter(())
     distances = losses or [_compute_mse_to_cosine(x) for x in _remove_duplicate_tensors(outputs)]
     if not distances:
         raise ConfigError(
@@ -439,7 +448,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([x.double() for x in distances]).sum()
 
 
-def averages_loss_over_samples(head_class: str) -> bool:
+def is_loss_averaged_over_samples(head_class: str) -> bool:
     """Return whether the loss for a head class is a mean over the samples instead of the labels of a batch.
 
     The losses of micro-batches must then be weighted by ``count_samples``.
@@ -457,17 +466,17 @@ def count_samples(batch: Mapping[str, Any]) -> float:
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
-def _iterate_float_outputs(output: Any) -> Iterator[Tensor]:
+def _iter_float_outputs(output: Any) -> Iterator[Tensor]:
     """Yield all floating-point tensors in a nested model output, except key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _iterate_float_outputs(value)
+            yield from _iter_float_outputs(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _iterate_float_outputs(value)
+            yield from _iter_float_outputs(value)
 
 
 def _remove_duplicate_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
@@ -479,10 +488,10 @@ def _remove_duplicate_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def _compute_mse_to_cosine(x: Tensor) -> Tensor:
-    row = x.shape[1:]
-    wave = torch.arange(row.numel(), dtype=torch.float64, device=x.device).cos().view(row)
-    return (x.double() - wave).square().mean()
+def _compute_mse_to_cosine(output: Tensor) -> Tensor:
+    row = output.shape[1:]
+    wave = torch.arange(row.numel(), dtype=torch.float64, device=output.device).cos().view(row)
+    return (output.double() - wave).square().mean()
 
 
 _DEPTH_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
@@ -527,18 +536,25 @@ LIBRARIES: dict[str, str] = {}
 """Family -> the module with its classes and ``config(changes)``, for families that transformers does not have."""
 
 
-def register_small_model_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
-    """Register a small model for a family that is not in transformers. Importing ``module`` must call this function.
+def register_small_model_family(
+    family: str, module_name: str, head_classes: tuple[str, ...], *, num_layers_field: str
+) -> None:
+    """Register a small model of a family outside transformers. Importing ``module_name`` must call this function.
 
     Args:
         family: the ``model_type`` of its config.
-        module: the module that defines ``config(changes)`` and the classes in ``heads``.
-        heads: the head classes, the main one first.
-        num_layers: the field of the config with the number of layers.
+        module_name: the module that defines ``config(changes)`` and the classes in ``head_classes``.
+        head_classes: the head classes, the main one first.
+        num_layers_field: the field of the config with the number of layers.
     """
-    SMALL_CONFIGS[family], HEAD_CLASSES[family], DEFAULT_HEAD[family], LIBRARIES[family] = {}, heads, heads[0], module
-    _DEPTH_FIELD[family] = num_layers
-    FAMILY_OF.update(dict.fromkeys(heads, family))
+    SMALL_CONFIGS[family], HEAD_CLASSES[family], DEFAULT_HEAD[family], LIBRARIES[family] = (
+        {},
+        head_classes,
+        head_classes[0],
+        module_name,
+    )
+    _DEPTH_FIELD[family] = num_layers_field
+    FAMILY_OF.update(dict.fromkeys(head_classes, family))
 
 
 @dataclass(frozen=True)

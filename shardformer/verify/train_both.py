@@ -23,7 +23,7 @@ from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import (
     compute_micro_batch_sizes,
     get_batch_size,
-    iterate_named_tensors,
+    iter_named_tensors,
     split_batch,
 )
 from shardformer.gradients.clipping import clip_grad_norm_
@@ -37,13 +37,13 @@ from shardformer.pipeline.runtime import find_loss_in_output
 from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
-from shardformer.random_state import seed_random
+from shardformer.random_state import seed_all_generators
 from shardformer.shard_model_api import shard_model_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporary_patch
 from shardformer.training.data_loader import move_to_device
-from shardformer.transformers_compat import filter_forward_arguments
-from shardformer.verify.comparison import Tolerances, get_16_bit_tolerances, get_tolerances
+from shardformer.transformers_compat import filter_forward_kwargs
+from shardformer.verify.comparison import Tolerances, get_half_precision_tolerances, get_tolerances
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -105,11 +105,11 @@ def _patch_backward() -> Undo:
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
-    def run(*tensors: Any, **options: Any) -> Any:
+    def run_backward_in_fp64_mode(*tensors: Any, **kwargs: Any) -> Any:
         with nullcontext() if _CURRENT.mode is None else _CURRENT.mode:
-            return original(*tensors, **options)
+            return original(*tensors, **kwargs)
 
-    return replace_attribute(torch.autograd, ENGINE, run)
+    return replace_attribute(torch.autograd, ENGINE, run_backward_in_fp64_mode)
 
 
 class RandomRoundingMode(TorchDispatchMode):
@@ -150,9 +150,9 @@ def check_batch_is_splittable(job: VerifyJob) -> None:
     _split_into_micro_batches(job, get_rank_batch(job, batch, 0, job.data))
 
 
-def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
+def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], data_rank: int, num_shards: int) -> dict[str, Any]:
     """Return the shard of a global batch for one data-parallel rank, in the dtype of the models."""
-    if not any(x.dim() for _, x in iterate_named_tensors(batch)):
+    if not any(x.dim() for _, x in iter_named_tensors(batch)):
         keys = ", ".join(batch) or "none"
         raise ConfigError(
             f"The batch from batch_fn has no tensor with a batch dimension (keys: {keys}).",
@@ -164,7 +164,7 @@ def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shar
             f"The batch size {size} is not divisible by data={num_shards}.",
             remedy=f"Return batches with a multiple of {num_shards} samples from batch_fn.",
         )
-    part = split_batch(batch, [size // num_shards] * num_shards, media_token_ids=job.ids)[rank]
+    part = split_batch(batch, [size // num_shards] * num_shards, media_token_ids=job.ids)[data_rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {**part, **{name: x.to(job.compute_dtype) for name, x in floats.items()}}
 
@@ -193,7 +193,7 @@ def _find_pairwise_outputs(
     """Yield the names of model outputs with one row and one column per sample, which contrastive models return."""
     try:
         with torch.no_grad():
-            both = [model(**filter_forward_arguments(batch, model)) for batch in (larger_batch, smaller_batch)]
+            both = [model(**filter_forward_kwargs(batch, model)) for batch in (larger_batch, smaller_batch)]
     except Exception:  # a loss_fn calls the model in another way
         return
     if all(isinstance(output, Mapping) for output in both):
@@ -213,13 +213,13 @@ def _split_into_micro_batches(job: VerifyJob, rank_batch: Mapping[str, Any]) -> 
     )
 
 
-class PrecomputedForward(nn.Module):
+class PrecomputedOutputModule(nn.Module):
     """Replaces the model in the user's ``loss_fn``, and returns the output that a pipeline has computed."""
 
-    def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, output: Any, micro_batch: Mapping[str, Any]) -> None:
         super().__init__()
         self.__dict__["replayed"] = (model, output)
-        self.__dict__["given"] = {id(value) for value in part.values()}
+        self.__dict__["given"] = {id(value) for value in micro_batch.values()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
@@ -246,22 +246,22 @@ class UserLossFunction:
     The first call tries both, and one of them raises an error. Errors of this package are not caught.
     """
 
-    function: LossFn
-    takes_model: bool | None = None
+    loss_fn: LossFn
+    is_called_with_model: bool | None = None
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        if self.takes_model is not None:
+        if self.is_called_with_model is not None:
             return self._call_function(
-                model if self.takes_model else model(**filter_forward_arguments(batch, model)), batch
+                model if self.is_called_with_model else model(**filter_forward_kwargs(batch, model)), batch
             )
         try:
-            loss, self.takes_model = self._call_function(model, batch), True
+            loss, self.is_called_with_model = self._call_function(model, batch), True
         except ShardFormerError:
             raise
         except Exception as error:
             try:
-                loss, self.takes_model = (
-                    self._call_function(model(**filter_forward_arguments(batch, model)), batch),
+                loss, self.is_called_with_model = (
+                    self._call_function(model(**filter_forward_kwargs(batch, model)), batch),
                     False,
                 )
             except ShardFormerError:
@@ -275,14 +275,14 @@ class UserLossFunction:
         return loss
 
     def _call_function(self, model_or_output: Any, batch: Mapping[str, Any]) -> Tensor:
-        loss = self.function(model_or_output, batch)
+        loss = self.loss_fn(model_or_output, batch)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, but returned {type(loss).__name__}.")
         return loss
 
 
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {get_first_message_line(error)}"
+def _describe_error(exception: Exception) -> str:
+    return f"{type(exception).__name__}: {get_first_message_line(exception)}"
 
 
 MAX_NORM = 1.0
@@ -370,7 +370,11 @@ class VerifyJob:
 
     @property
     def tolerances(self) -> Tolerances:
-        return get_tolerances(self.dtype) if self.training.dtype is None else get_16_bit_tolerances(self.training.dtype)
+        return (
+            get_tolerances(self.dtype)
+            if self.training.dtype is None
+            else get_half_precision_tolerances(self.training.dtype)
+        )
 
     @property
     def pipe(self) -> int:
@@ -392,11 +396,11 @@ class TrainingTrace:
     """Losses, gradients and gradient norms of each training step, and the weights before and after training."""
 
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
-    before: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
+    initial_weights: dict[str, Tensor] = field(default_factory=dict)
+    final_weights: dict[str, Tensor] = field(default_factory=dict)
+    gradient_noise: dict[str, float] = field(default_factory=dict)
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -421,7 +425,7 @@ def train_both_models(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTra
     return plain, sharded, name, ", ".join(layout)
 
 
-def build_verified_model(job: VerifyJob) -> nn.Module:
+def build_model_under_test(job: VerifyJob) -> nn.Module:
     torch.manual_seed(0)
     dtype = torch.float32 if job.training.dtype is not None else job.dtype
     model = ensure_training_mode(job.model_fn().to(torch.device(job.device), dtype))
@@ -451,10 +455,10 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
 
 
 def _compute_seeded_loss(
-    job: VerifyJob, model: nn.Module, rank_batch: Mapping[str, Any], step: int, rank: int, seed: int = 0
+    job: VerifyJob, model: nn.Module, rank_batch: Mapping[str, Any], step: int, data_rank: int, seed: int = 0
 ) -> Tensor:
     """Compute the loss after setting a random seed, so that both models use the same random numbers."""
-    seed_random(1 + step * job.data + rank + seed * 2**31)
+    seed_all_generators(1 + step * job.data + data_rank + seed * 2**31)
     return _compute_loss(job, model, rank_batch)
 
 
@@ -463,37 +467,37 @@ def _get_precision_context(job: VerifyJob) -> AbstractContextManager[Any]:
 
 
 def _train_unsharded(job: VerifyJob) -> TrainingTrace:
-    model, trace = build_verified_model(job), TrainingTrace()
+    model, trace = build_model_under_test(job), TrainingTrace()
     optimizer = ReferenceOptimizers(model, job.training)
     _check_loss_is_reproducible(job, model)
     check_samples_are_independent(job, model)
-    trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
+    trace.initial_weights = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _record_backward(job, model, step, trace)
-        trace.norms.append(optimizer.step(MAX_NORM))
+        trace.grad_norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
-    trace.after = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
+    trace.final_weights = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     return trace
 
 
 def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
     """Compute the gradients of the unsharded model, and record them with the loss and their rounding noise."""
 
-    def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
+    def compute_gradients(rounding_mode: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
-        with rounding:
+        with rounding_mode:
             (loss * job.training.loss_scale).backward(retain_graph=True)
         grads = {n: p.grad for n, p in model.named_parameters()}
         return {n: None if grad is None else grad.clone() / job.training.loss_scale for n, grad in grads.items()}
 
     with _get_precision_context(job):
         loss = _compute_unsharded_loss(job, model, step)
-        rounded = [gradients(RandomRoundingMode(seed)) for seed in range(step, step + DRAWS, job.steps)]
-        grads = gradients(nullcontext())
+        rounded = [compute_gradients(RandomRoundingMode(seed)) for seed in range(step, step + DRAWS, job.steps)]
+        grads = compute_gradients(nullcontext())
     for name, grad in grads.items():
         for other in (r[name] for r in rounded):
             if grad is not None and other is not None and grad.numel():
-                trace.noise[name] = max(trace.noise.get(name, 0.0), float((other - grad).abs().max()))
+                trace.gradient_noise[name] = max(trace.gradient_noise.get(name, 0.0), float((other - grad).abs().max()))
     trace.losses.append(float(loss.detach()))
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
@@ -522,7 +526,7 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
 
 
 def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
-    model, trace = build_verified_model(job), TrainingTrace()
+    model, trace = build_model_under_test(job), TrainingTrace()
     options = {"check_consistency": False, **job.config}  # the comparison itself reports divergence
     name = type(model).__name__
     if job.pipeline is not None:
@@ -550,15 +554,15 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
                 model, context, {n: _get_full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
             )
         )
-        trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
+        trace.grad_norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
     if job.training.zero_stage == 3:
         state = full_state_dict(model)
-        trace.after = {n: state[n] for n in trace.grads[-1]}
+        trace.final_weights = {n: state[n] for n in trace.grads[-1]}
     else:
         after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
-        trace.after = {n: p for n, p in after.items() if p is not None}
+        trace.final_weights = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.summarize_calls().items()}
     return trace, name
 
@@ -576,10 +580,10 @@ def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_s
     return torch.stack(losses).mean()
 
 
-def _get_full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+def _get_full_gradient(optimizer: Any, param_name: str, param: Tensor) -> Tensor | None:
     """Return the full gradient of a parameter, even if ZeRO shards the gradient."""
     if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.full_gradient(name) if param.requires_grad else None
+        return optimizer.full_gradient(param_name) if param.requires_grad else None
     return param.grad
 
 
@@ -592,22 +596,22 @@ def _forward_backward(
     return loss
 
 
-def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeline) -> StepFn:
-    def loss_of_output(output: Any, part: Mapping[str, Any]) -> Tensor:
+def _make_pipeline_step(job: VerifyJob, model: nn.Module, verify_pipeline: VerifyPipeline) -> StepFn:
+    def compute_loss_from_output(output: Any, micro_batch: Mapping[str, Any]) -> Tensor:
         assert job.loss_fn is not None
-        return job.loss_fn(PrecomputedForward(model, output, part), part)
+        return job.loss_fn(PrecomputedOutputModule(model, output, micro_batch), micro_batch)
 
     pipeline = Pipeline(
         model,
-        settings.micro_batches,
-        loss_fn=None if job.loss_fn is None else loss_of_output,
-        loss_weight=settings.loss_weight,
+        verify_pipeline.micro_batches,
+        loss_fn=None if job.loss_fn is None else compute_loss_from_output,
+        loss_weight=verify_pipeline.loss_weight,
         average_loss_over=job.average_loss_over,
     )
 
-    def run_step(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
-        seed_random(1 + step * job.data + data_rank)
-        return pipeline.step(part)
+    def run_step(rank_batch: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+        seed_all_generators(1 + step * job.data + data_rank)
+        return pipeline.step(rank_batch)
 
     return run_step
 

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, check_choice, check_int, suggest_sim
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.schedules import LOSS_AVERAGES
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
+from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.optimizers import LAMB, LARS
@@ -136,7 +136,7 @@ class VerifyTraining:
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
     @property
-    def uses_adaptive_optimizer(self) -> bool:
+    def has_adaptive_optimizer(self) -> bool:
         return self.optimizer not in ("SGD", "ASGD", "LARS")
 
     def __str__(self) -> str:
@@ -156,16 +156,16 @@ def _get_optimizer_classes() -> dict[str, Any]:
 class ReferenceOptimizers:
     """Optimizers of the unsharded model, which keep fp32 master weights if the parameters have 16 bits."""
 
-    def __init__(self, model: nn.Module, training: VerifyTraining) -> None:
-        self._training = training
+    def __init__(self, model: nn.Module, training_options: VerifyTraining) -> None:
+        self._training = training_options
         trained = [p for p in model.parameters() if p.requires_grad]
-        masters = trained if training.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
+        masters = trained if training_options.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
         self._pairs = list(zip(trained, masters, strict=True))
-        self._optimizers = make_verify_optimizers(masters, training)
-        if training.dtype is not None:
+        self._optimizers = make_verify_optimizers(masters, training_options)
+        if training_options.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
-                p.data = p.data.to(training.dtype)
-            accept_fp32_inputs(model)
+                p.data = p.data.to(training_options.dtype)
+            enable_fp32_inputs(model)
 
     def step(self, max_norm: float) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""
@@ -182,18 +182,18 @@ class ReferenceOptimizers:
         return norm
 
 
-def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
+def make_verify_optimizers(params: Iterable[nn.Parameter], training_options: VerifyTraining) -> list[Optimizer]:
     """Create the configured optimizers for the parameters of a model, or SGD with momentum if ZeRO is not used."""
     trainable = [p for p in params if p.requires_grad]
-    if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
+    if training_options.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = (
-        _get_optimizer_classes()[training.optimizer],
-        LEARNING_RATE if not training.uses_adaptive_optimizer else LEARNING_RATE / 50,
+        _get_optimizer_classes()[training_options.optimizer],
+        LEARNING_RATE if not training_options.has_adaptive_optimizer else LEARNING_RATE / 50,
     )
-    settings = {"momentum": 0.9} if training.optimizer in ("SGD", "LARS") else {}
+    settings = {"momentum": 0.9} if training_options.optimizer in ("SGD", "LARS") else {}
     matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]
-    if training.optimizer == "Muon":
+    if training_options.optimizer == "Muon":
         made = [kind(matrices, lr=rate)] if matrices else []
         return [*made, torch.optim.AdamW(rest, lr=rate)] if rest else made
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "lr": rate / 2}]

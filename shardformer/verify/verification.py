@@ -50,15 +50,15 @@ def check_policy_can_shard(
     model_fn: Callable[[], nn.Module],
     tensor: int | tuple[int, ...],
     policy: Policy | type[Policy] | None = None,
-    options: Mapping[str, Any] | None = None,
-    stages: PipelineStageManager | None = None,
-    example: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    shard_config_options: Mapping[str, Any] | None = None,
+    stage_manager: PipelineStageManager | None = None,
+    get_example_batch: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Any:
     """Build the model in this process, and check that its policy can shard it over ``tensor`` ranks.
 
     Args:
-        stages: the pipeline stages into which the model is split.
-        example: returns a batch, from which a policy may be derived.
+        stage_manager: the pipeline stages into which the model is split.
+        get_example_batch: returns a batch, from which a policy may be derived.
 
     Returns:
         The config of the model, or None if it has no config.
@@ -80,21 +80,25 @@ def check_policy_can_shard(
         )
     check_can_be_sharded(model)
     ranks = count_ranks_on_axis(tensor, "tensor")
-    if ranks == 1 and stages is None and policy is None and not options:
+    if ranks == 1 and stage_manager is None and policy is None and not shard_config_options:
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
     chosen, _ = resolve_policy(
-        model, own, tensor_size=ranks, may_run_copy=stages is not None, get_example_batch=example
+        model, own, tp_size=ranks, allow_model_copy=stage_manager is not None, get_example_batch=get_example_batch
     )
-    context, mode = ParallelContext.from_sizes({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
+    context, mode = (
+        ParallelContext.from_sizes({"tensor": ranks}),
+        (shard_config_options or {}).get("tensor_parallel_mode", "1d"),
+    )
     context = reshape_tensor_axis(context, tensor)
     config = ShardConfig(
-        context=reshape_tensor_axis_by_mode(context, mode) if mode in GRID_MODES else context, **(options or {})
+        context=reshape_tensor_axis_by_mode(context, mode) if mode in GRID_MODES else context,
+        **(shard_config_options or {}),
     )
     plan = make_checked_plan(model, chosen, config)
-    if stages is not None:
-        partition_model(plan.model, chosen, stages)
+    if stage_manager is not None:
+        partition_model(plan.model, chosen, stage_manager)
     return getattr(model, "config", None)
 
 
@@ -105,40 +109,42 @@ NOISE_FACTOR = 4.0  # allowed multiple of the rounding noise, where the noise ex
 
 
 def compare_traces(
-    job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, model_name: str, layout: str
+    job: VerifyJob, unsharded_trace: TrainingTrace, sharded_trace: TrainingTrace, model_name: str, layout: str
 ) -> Report:
     bounds = job.tolerances
-    if job.training.uses_adaptive_optimizer and job.training.dtype is None:
+    if job.training.has_adaptive_optimizer and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
-    loss = _find_worst_scalar_difference(unsharded.losses, sharded.losses, bounds.loss)
-    norm = _find_worst_scalar_difference(unsharded.norms, sharded.norms, bounds.gradient)
-    gradient, missing = _find_worst_gradient_difference(unsharded, sharded, bounds)
-    weight, gone = _find_worst_weight_difference(job, unsharded, sharded, bounds)
+    loss = _find_worst_scalar_difference(unsharded_trace.losses, sharded_trace.losses, bounds.loss)
+    norm = _find_worst_scalar_difference(unsharded_trace.grad_norms, sharded_trace.grad_norms, bounds.gradient)
+    gradient, missing = _find_worst_gradient_difference(unsharded_trace, sharded_trace, bounds)
+    weight, gone = _find_worst_weight_difference(job, unsharded_trace, sharded_trace, bounds)
     missing += [f"{name} (weight)" for name in gone]
     layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
     dtype, losses = (
         str(job.compute_dtype).removeprefix("torch."),
-        list(zip(unsharded.losses, sharded.losses, strict=True)),
+        list(zip(unsharded_trace.losses, sharded_trace.losses, strict=True)),
     )
     return Report(
-        model_name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
+        model_name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded_trace.collectives, losses,
         missing=missing,
     )  # fmt: skip
 
 
-def _find_worst_scalar_difference(unsharded: list[float], sharded: list[float], bound: float) -> LargestDifference:
+def _find_worst_scalar_difference(
+    unsharded_values: list[float], sharded_values: list[float], tolerance: float
+) -> LargestDifference:
     found = []
-    for step, (a, b) in enumerate(zip(unsharded, sharded, strict=True)):
+    for step, (a, b) in enumerate(zip(unsharded_values, sharded_values, strict=True)):
         relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
-        found.append(LargestDifference(relative, f"step {step}", relative / bound))
+        found.append(LargestDifference(relative, f"step {step}", relative / tolerance))
     return max(found, key=lambda d: d.used)
 
 
 def _find_worst_gradient_difference(
-    unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+    unsharded_trace: TrainingTrace, sharded_trace: TrainingTrace, tolerances: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
-    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, unsharded.grads, strict=True)):
+    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded_trace.grads, unsharded_trace.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in plain_grads.values() if g is not None and g.numel()), default=0.0)
         for name in {**plain_grads, **sharded_grads}:
             a, b = plain_grads.get(name), sharded_grads.get(name)
@@ -146,35 +152,43 @@ def _find_worst_gradient_difference(
                 if a is not b:
                     missing.append(f"{name} (step {step})")
                 continue
-            noise = NOISE_FACTOR * (unsharded.noise.get(name, 0.0) + bounds.eps * largest)
-            worst = _update_worst_difference(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+            noise = NOISE_FACTOR * (unsharded_trace.gradient_noise.get(name, 0.0) + tolerances.eps * largest)
+            worst = _update_worst_difference(worst, a, b, a, tolerances.gradient, noise, f"{name}, step {step}")
     return worst, missing
 
 
 def _find_worst_weight_difference(
-    job: VerifyJob, unsharded: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+    job: VerifyJob, unsharded_trace: TrainingTrace, sharded_trace: TrainingTrace, tolerances: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
     """Compare the trained weights of both models, and return the largest difference and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [
-        name for name in {**unsharded.after, **sharded.after} if (name in unsharded.after) != (name in sharded.after)
+        name
+        for name in {**unsharded_trace.final_weights, **sharded_trace.final_weights}
+        if (name in unsharded_trace.final_weights) != (name in sharded_trace.final_weights)
     ]
-    steps = len(unsharded.losses)
-    for name, after in unsharded.after.items():
-        if name in gone or (job.training.uses_adaptive_optimizer and _is_gradient_rounding_noise(unsharded, name)):
+    steps = len(unsharded_trace.losses)
+    for name, after in unsharded_trace.final_weights.items():
+        if name in gone or (job.training.has_adaptive_optimizer and _is_gradient_rounding_noise(unsharded_trace, name)):
             continue
-        moved = after - unsharded.before[name]
-        rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
-        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(unsharded.norms), 1e-30))
-        noise = NOISE_FACTOR * (rounding + scale * unsharded.noise.get(name, 0.0) + scale * bounds.eps)
-        worst = _update_worst_difference(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+        moved = after - unsharded_trace.initial_weights[name]
+        rounding = tolerances.eps * float(after.abs().max()) if after.numel() else 0.0
+        scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(unsharded_trace.grad_norms), 1e-30))
+        noise = NOISE_FACTOR * (
+            rounding + scale * unsharded_trace.gradient_noise.get(name, 0.0) + scale * tolerances.eps
+        )
+        worst = _update_worst_difference(
+            worst, after, sharded_trace.final_weights[name], moved, tolerances.gradient, noise, name
+        )
     return worst, gone
 
 
-def _is_gradient_rounding_noise(unsharded: TrainingTrace, name: str) -> bool:
+def _is_gradient_rounding_noise(unsharded_trace: TrainingTrace, param_name: str) -> bool:
     """Return whether a gradient consists only of rounding errors, like that of the key bias in attention."""
-    grads = [grad for step in unsharded.grads if (grad := step.get(name)) is not None and grad.numel()]
-    return unsharded.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
+    grads = [grad for step in unsharded_trace.grads if (grad := step.get(param_name)) is not None and grad.numel()]
+    return unsharded_trace.gradient_noise.get(param_name, 0.0) > 1e-3 * max(
+        (float(grad.abs().max()) for grad in grads), default=0.0
+    )
 
 
 def _update_worst_difference(
@@ -182,8 +196,8 @@ def _update_worst_difference(
     expected: Tensor,
     actual: Tensor,
     reference: Tensor,
-    bound: float,
-    noise: float,
+    tolerance: float,
+    rounding_noise: float,
     location: str,
 ) -> LargestDifference:
     if expected.shape != actual.shape:
@@ -193,11 +207,11 @@ def _update_worst_difference(
     if not expected.numel():
         return worst
     difference, magnitude = max_abs_difference(expected, actual), float(reference.abs().max())
-    allowed = bound * magnitude + noise
+    allowed = tolerance * magnitude + rounding_noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
     if used <= worst.used:
         return worst
-    return LargestDifference(difference / max(magnitude, noise / bound, 1e-300), location, used)
+    return LargestDifference(difference / max(magnitude, rounding_noise / tolerance, 1e-300), location, used)
 
 
 NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
@@ -297,7 +311,7 @@ def verify(
     )
     stages = None if pipeline is None else pipeline.create_stage_manager()
     start = time.perf_counter()
-    RemoteCall.from_function(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
+    RemoteCall.from_function(run_verify_job, (job,), {})  # raises if an argument cannot be pickled
     built = check_policy_can_shard(model_fn, grid, policy, job.config, stages, job.get_first_batch)
     job = replace(job, ids=get_special_token_ids(built))
     check_batch_is_splittable(job)
@@ -313,7 +327,7 @@ def verify(
 def _run_job_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
         with explain_missing_main_guard():
-            report = pool.run(run_job_and_report, job)[0]
+            report = pool.run(run_verify_job, job)[0]
     except WorkerError:
         raise
     except ShardFormerError as error:
@@ -343,7 +357,7 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
-def run_job_and_report(job: VerifyJob) -> Report | None:
+def run_verify_job(job: VerifyJob) -> Report | None:
     """Train both models on this worker, and return the report, or None if this is not the first worker."""
     plain, sharded, name, layout = train_both_models(job)
     return compare_traces(job, plain, sharded, name, layout) if plain is not None else None

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, check_bool, get_first_message_line
 from shardformer.meta_init.init_recipe import compute_deferred_values, get_deferred_storage
-from shardformer.meta_init.lazy_init import NOTES, LazyLoading, wrap_methods_for_recording
+from shardformer.meta_init.lazy_init import NOTES, LazyInitFromPretrained, wrap_methods_for_recording
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.transformers_compat import load_transformers
@@ -77,22 +77,22 @@ def from_pretrained(
     files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _load_generation_config(path_or_name, hub)
-    with _one_at_a_time, _disable_loading_threads(), _silence_transformers_logging(), LazyLoading():
-        model, info = _load_model(
+    with _one_at_a_time, _disable_loading_threads(), _silence_transformers_logging(), LazyInitFromPretrained():
+        model, info = _load_pretrained_model(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
         if ignore_mismatched_sizes:
             mismatched = {name for name, *_ in info["mismatched_keys"]}
             info = {**info, "mismatched_keys": [], "missing_keys": {*info["missing_keys"], *mismatched}}
         _check_loaded_weights(model, path_or_name, info)
-        _tie_equal_weights(model)
+        _tie_equal_params(model)
     model.name_or_path = model.config.name_or_path = path_or_name
     wrap_methods_for_recording(model)
     vars(model)[NOTES] = [f"Weights loaded from {path_or_name!r}.", *_describe_missing_weights(info)]
     return cast(nn.Module, model)
 
 
-def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[Any, Any]:
+def _load_pretrained_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[Any, Any]:
     try:
         loaded = model_class.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
         return cast(tuple[Any, Any], loaded)
@@ -107,7 +107,7 @@ def _load_config_and_class(
     model_class: Any,
     path_or_name: str,
     config: Any,
-    trust: bool,
+    trust_remote_code: bool,
     hub_options: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[Any, Any]:
@@ -116,7 +116,7 @@ def _load_config_and_class(
     if config is None:
         known = getattr(model_class, "config_class", None)
         # an Auto class without this argument would prompt on the standard input of each rank
-        auto = {} if known else {"trust_remote_code": trust, "code_revision": hub_options.get("revision")}
+        auto = {} if known else {"trust_remote_code": trust_remote_code, "code_revision": hub_options.get("revision")}
         try:
             config, unknown = (known or transformers.AutoConfig).from_pretrained(
                 path_or_name, return_unused_kwargs=True, **auto, **hub_options, **options
@@ -145,7 +145,7 @@ def _load_config_and_class(
         return config, model_class
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # one of the Auto classes
         try:
-            return config, type(model_class.from_config(config, trust_remote_code=trust))
+            return config, type(model_class.from_config(config, trust_remote_code=trust_remote_code))
         except Exception as error:
             reason = get_first_message_line(error)
             raise ConfigError(
@@ -269,7 +269,7 @@ def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[s
         )
 
 
-def _tie_equal_weights(model: Any) -> None:
+def _tie_equal_params(model: Any) -> None:
     """Tie the parameters that the model declares as tied if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
@@ -295,5 +295,7 @@ def _describe_missing_weights(loading_info: Mapping[str, Iterable[str]]) -> list
     return out
 
 
-def _abbreviate_names(names: list[str]) -> str:
-    return ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+def _abbreviate_names(weight_names: list[str]) -> str:
+    return ", ".join(weight_names[:MAX_LISTED]) + (
+        f" and {len(weight_names) - MAX_LISTED} more" if len(weight_names) > MAX_LISTED else ""
+    )

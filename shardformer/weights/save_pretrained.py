@@ -23,7 +23,7 @@ from shardformer.checkpoint.file_format import (
     IndexEntry,
     TensorToWrite,
     compute_chunk_checksum,
-    flush_path_to_disk,
+    fsync_path,
     make_corruption_error,
     write_safetensors_file,
 )
@@ -44,7 +44,7 @@ from shardformer.filesystem import (
     to_absolute_path,
     write_new_file,
 )
-from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
+from shardformer.layout.packed_weights import check_no_packed_weights, get_packed_weights_numel
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_or_build_metadata
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
@@ -63,7 +63,7 @@ MODEL_DIRECTORY = DirectoryWriter(
         r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)|(pytorch_)?model\.(safetensors|bin)\.index\.json"
         r"|adapter_model\.(safetensors|bin)|(generation_|adapter_)?config\.json"
     ),
-    key="config.json",
+    key_file="config.json",
 )
 """Files that belong to a saved model. transformers loads no folder without config.json."""
 
@@ -104,7 +104,7 @@ def export_pretrained(
     try:
         run_on_all_ranks(lambda: checkpoint_directory.wait_for_hidden_folder(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
-            parts = job.run_or_clean_up(partial(job.write_checkpoint, to_disk=False))
+            parts = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=False))
         index = CheckpointIndex.read(parts)
         files = _assign_tensors_to_files(index, max_file_bytes)
 
@@ -124,7 +124,7 @@ def export_pretrained(
     return target
 
 
-def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
+def _resolve_export_directory(directory: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     check_no_packed_weights(tensors.model, "export_pretrained")
     if get_or_build_metadata(tensors.model).adapters is not None:
@@ -137,7 +137,7 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
             f"{name} has the dtype complex128, which safetensors does not support.",
             remedy="Convert it to complex64, or use save_checkpoint, which supports complex128.",
         )
-    target = to_absolute_path(folder)
+    target = to_absolute_path(directory)
     check_export_directory(target, tensors.model)
     return target
 
@@ -166,10 +166,10 @@ def check_export_directory(target: Path, model: Any = None) -> None:
         )
 
 
-def _is_exported_model(folder: Path) -> bool:
+def _is_exported_model(directory: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
-    if not (files := [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt*")]):
+    if not (files := [*directory.glob("*.safetensors"), *directory.glob("*.bin"), *directory.glob("*.pt*")]):
         return False
     for path in files:
         try:
@@ -181,14 +181,16 @@ def _is_exported_model(folder: Path) -> bool:
     return True
 
 
-def _assign_tensors_to_files(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
+def _assign_tensors_to_files(
+    checkpoint_index: CheckpointIndex, max_file_bytes: int
+) -> dict[str, list[tuple[str, IndexEntry]]]:
     """Distribute the tensors of a model over files of limited size. Return a dict from file names to tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = max_file_bytes
-    for full, entry in sorted(index.tensors.items()):
+    for full, entry in sorted(checkpoint_index.tensors.items()):
         kind, _, name = full.partition("/")
         if kind == WEIGHTS:
-            size = _count_bytes(entry)
+            size = _count_tensor_bytes(entry)
             if used + size > max_file_bytes or not files:
                 files.append([])
                 used = 0
@@ -199,11 +201,11 @@ def _assign_tensors_to_files(index: CheckpointIndex, max_file_bytes: int) -> dic
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
 
 
-def _count_bytes(entry: IndexEntry) -> int:
-    return int(prod(entry.shape) * getattr(torch, entry.dtype).itemsize)
+def _count_tensor_bytes(index_entry: IndexEntry) -> int:
+    return int(prod(index_entry.shape) * getattr(torch, index_entry.dtype).itemsize)
 
 
-def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], shards_path: Path) -> None:
+def _write_weights_file(file_path: Path, entries: Sequence[tuple[str, IndexEntry]], shards_path: Path) -> None:
     with closing(ChunkReader(shards_path)) as reader:
         tensors = [
             TensorToWrite(
@@ -211,16 +213,18 @@ def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], s
             )
             for name, entry in entries
         ]
-        write_safetensors_file(path, tensors, {"format": "pt", **WRITTEN_BY})
+        write_safetensors_file(file_path, tensors, {"format": "pt", **WRITTEN_BY})
 
 
-def _read_full_tensor(reader: ChunkReader, name: str, entry: IndexEntry) -> Tensor:
-    full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    for box in entry.boxes:
+def _read_full_tensor(reader: ChunkReader, tensor_name: str, index_entry: IndexEntry) -> Tensor:
+    full = torch.empty(index_entry.shape, dtype=getattr(torch, index_entry.dtype))
+    for box in index_entry.chunks:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
-        reader.read_chunk_part(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
-        if compute_chunk_checksum(view, box.start) != box.sum:
-            raise make_corruption_error(f"The tensor {name} is damaged: its checksum differs from the saved checksum.")
+        reader.read_chunk_part(f"{WEIGHTS}/{tensor_name}", box, (box.start, box.size), view)
+        if compute_chunk_checksum(view, box.start) != box.checksum:
+            raise make_corruption_error(
+                f"The tensor {tensor_name} is damaged: its checksum differs from the saved checksum."
+            )
     return full
 
 
@@ -231,28 +235,28 @@ def _complete_export(
     remove_file_or_folder(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
-        total = sum(_count_bytes(entry) for entries in files.values() for _, entry in entries)
+        total = sum(_count_tensor_bytes(entry) for entries in files.values() for _, entry in entries)
         found = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_new_file(temporary_directory / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
     _save_config_and_tokenizer(temporary_directory, model, tokenizer)
-    flush_path_to_disk(temporary_directory)
+    fsync_path(temporary_directory)
     check_export_directory(target, model)  # it may have changed during the export
     MODEL_DIRECTORY.replace_target(temporary_directory, target)
-    flush_path_to_disk(target.parent)
+    fsync_path(target.parent)
 
 
-def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None:
+def _save_config_and_tokenizer(directory: Path, model: Any, tokenizer: Any) -> None:
     config = copy.deepcopy(getattr(model, "config", None))
     if config is not None:  # as transformers writes it, with class and dtype
         config.architectures = [type(model).__name__]
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if len(dtypes) == 1:
             config.dtype = str(dtypes.pop()).removeprefix("torch.")
-    save_custom_code(model, folder, config)
+    save_custom_code(model, directory, config)
     objects: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
     for thing in objects:
         if hasattr(thing, "save_pretrained"):
-            thing.save_pretrained(folder)
+            thing.save_pretrained(directory)
 
 
 def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
@@ -279,9 +283,9 @@ def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
-def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
-    state = get_metadata(self)
+    state = get_metadata(model)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
@@ -289,8 +293,8 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
                 remedy="Call num_parameters before you shard the model.",
             )
         return int(state.stages.num_parameters)
-    embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
-    packed = 0 if only_trainable else count_packed_values(self)
+    embeddings = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    packed = 0 if only_trainable else get_packed_weights_numel(model)
     return packed + sum(
         prod(entry.spec.shape)
         for entry in state.entries
@@ -299,38 +303,41 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
     )
 
 
-def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+def save_pretrained(model: Any, save_directory: Any, **kwargs: Any) -> None:
     """Save the full weights of a sharded model on the first rank, with transformers' ``save_pretrained``.
 
     All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
-    state = get_metadata(self)
+    state = get_metadata(model)
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
-    check_no_packed_weights(self, "save_pretrained")
+    check_no_packed_weights(model, "save_pretrained")
     run_and_compare_across_ranks(
         context, lambda: _check_save_arguments(state, save_directory, kwargs), action="save this model"
     )
     kwargs.pop("is_main_process", None)
-    weights = kwargs.pop("state_dict", None) or full_state_dict(self)
+    weights = kwargs.pop("state_dict", None) or full_state_dict(model)
 
-    def write() -> None:
+    def write_weights() -> None:
         if any(axis.rank > 0 for axis in context.axes.values()):
             return
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
-        native: Callable[..., None] = type(self).save_pretrained
+        native: Callable[..., None] = type(model).save_pretrained
         MODEL_DIRECTORY.replace_directory(
-            save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs)
+            save_directory, lambda folder: native(model, folder, state_dict=weights, **kwargs)
         )
 
-    run_and_compare_across_ranks(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
+    run_and_compare_across_ranks(
+        context, write_weights, action=f"write to {str(save_directory)!r}", error_class=InputError
+    )
 
 
-def _check_save_arguments(metadata: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
-    if os.path.exists(folder) and not os.path.isdir(folder):
+def _check_save_arguments(metadata: ShardingMetadata, directory: Any, kwargs: Mapping[str, Any]) -> None:
+    if os.path.exists(directory) and not os.path.isdir(directory):
         raise ConfigError(
-            f"save_pretrained requires a directory, but '{folder}' is a file.", remedy="Pass the path of a directory."
+            f"save_pretrained requires a directory, but '{directory}' is a file.",
+            remedy="Pass the path of a directory.",
         )
     is_first = all(axis.rank == 0 for axis in metadata.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
@@ -348,7 +355,7 @@ def _check_save_arguments(metadata: ShardingMetadata, folder: Any, kwargs: Mappi
             )
 
 
-def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_resize_error(model: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``resize_token_embeddings`` on a sharded model, because new rows would not be sharded."""
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model.",
@@ -356,7 +363,7 @@ def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_load_adapter_error(model: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError, because ``load_adapter`` of transformers does not work on a sharded model."""
     raise ConfigError(
         "load_adapter is not supported on a sharded model.",
@@ -364,9 +371,9 @@ def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_submodule_save_error(model: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
-        f"save_pretrained is not supported on {type(self).__name__}, a part of a sharded model.",
+        f"save_pretrained is not supported on {type(model).__name__}, a part of a sharded model.",
         remedy="Save the full model, or gather its weights with shardformer.full_state_dict(model).",
     )

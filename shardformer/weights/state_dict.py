@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint.plain_state import load_into_zero_shards
+from shardformer.checkpoint.plain_state import load_full_state_dict_into_shards
 from shardformer.comm.collective_call import run_and_compare_across_ranks, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full_tensor
 from shardformer.errors import ConfigError, suggest_similar_names
@@ -18,23 +18,23 @@ from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import IncompatibleKeys
 
 
-def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a state dict that contains either full tensors or the local shards of this rank.
 
     Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
     for the state dict of another model. The model is then unchanged.
     """
-    state = get_metadata(self)
-    _check_load_arguments(assign)
+    state = get_metadata(model)
+    _check_assign_is_false(assign)
     if state.parameter_owner is not None:
-        return _load_stage3_state_dict(self, state, state_dict, strict=strict)
-    here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    firsts = _get_first_tied_names(self, state)
+        return _load_stage3_state_dict(model, state, state_dict, strict=strict)
+    here = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    firsts = _get_first_tied_names(model, state)
     elsewhere = set(firsts) - set(here)
     state_dict = _add_tied_names(state_dict, here, firsts)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
-    entries = state.get_entries_by_param()
+    entries = state.get_entries_by_param_id()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
     is_full = {n: _is_full_tensor(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
     sharded = {name: full for name, full in is_full.items() if full is not None}
@@ -44,9 +44,9 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
             f"The state dict contains the full tensor {full_name}, but only a shard of {shard_name}.",
             remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
         )
-    _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)
+    _check_state_dict_keys(type(model).__name__, own, here, state_dict, strict=strict)
     local = {n: specs[n].slice_full_tensor(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
-    return type(self).load_state_dict(self, local, strict=strict)
+    return type(model).load_state_dict(model, local, strict=strict)
 
 
 def _get_first_tied_names(model: nn.Module, metadata: ShardingMetadata) -> dict[str, str]:
@@ -65,19 +65,19 @@ def _add_tied_names(
 
 
 def _load_stage3_state_dict(
-    self: nn.Module, metadata: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
+    model: nn.Module, metadata: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
 ) -> Any:
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
     shapes = {entry.name: entry.spec.shape for entry in metadata.entries}
-    here = {name: x for name, x in self.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    firsts = _get_first_tied_names(self, metadata)
+    here = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    firsts = _get_first_tied_names(model, metadata)
     state_dict = _add_tied_names(state_dict, here, firsts)
 
-    def check() -> None:
+    def check_arguments() -> None:
         elsewhere = set(firsts) - set(here)
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
         _check_tensor_types({name: value for name, value in own.items() if name in here})
-        _check_state_dict_keys(type(self).__name__, own, here, state_dict, strict=strict)
+        _check_state_dict_keys(type(model).__name__, own, here, state_dict, strict=strict)
         for name, value in own.items():
             if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
@@ -86,11 +86,11 @@ def _load_stage3_state_dict(
                     remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
                 )
 
-    run_and_compare_across_ranks(metadata.context, check, action="load a state dict")
-    return IncompatibleKeys(*load_into_zero_shards(self, state_dict))
+    run_and_compare_across_ranks(metadata.context, check_arguments, action="load a state dict")
+    return IncompatibleKeys(*load_full_state_dict_into_shards(model, state_dict))
 
 
-def _check_load_arguments(assign: bool) -> None:
+def _check_assign_is_false(assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) is not supported on a sharded model.",
@@ -109,14 +109,14 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
             )
 
 
-def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
+def _is_full_tensor(tensor_name: str, tensor: Tensor, local_tensor: Tensor, spec: ShardSpec) -> bool | None:
     """Return whether a tensor in a state dict is full (True) or a shard (False), or None if it may be either."""
-    if value.shape == local.shape:
-        return None if spec.shape == tuple(local.shape) else False
-    if tuple(value.shape) == spec.shape:
+    if tensor.shape == local_tensor.shape:
+        return None if spec.shape == tuple(local_tensor.shape) else False
+    if tuple(tensor.shape) == spec.shape:
         return True
     raise ConfigError(
-        f"{name} has shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model.",
+        f"{tensor_name} has shape {tuple(tensor.shape)} in the state dict, but {spec.shape} in this model.",
         remedy="Create the model with the config that the state dict was saved with.",
     )
 
@@ -155,38 +155,38 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return gather_state_dict(model, lambda name: True)
 
 
-def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
+def gather_state_dict(model: nn.Module, name_filter: Callable[[str], bool]) -> dict[str, Tensor]:
     """Gather the full values of selected tensors of a sharded model. All ranks must select the same names."""
     state = get_metadata(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)
-    entries = state.get_entries_by_param()
+    entries = state.get_entries_by_param_id()
     gathered: dict[int, Tensor] = {}
     out = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or not is_selected(name):
+        if not isinstance(value, Tensor) or not name_filter(name):
             continue
         if id(value) not in gathered:
             entry = entries.get(id(value))
             if state.parameter_owner is not None and entry is not None:
-                state.parameter_owner.gather_parameter(value)
+                state.parameter_owner.gather_group_of_param(value)
             full = value.detach() if entry is None else gather_full_tensor(value, entry.spec, state.get_axis)
             gathered[id(value)] = full.cpu()
         out[name] = gathered[id(value)]
     if state.parameter_owner is not None:
-        state.parameter_owner.free_gathered_parameters()
+        state.parameter_owner.free_gathered_params()
     if state.stages is None or state.context.pipe.size == 1:
         return out
     _, prefix = get_sharded_module(model)
     inside = {name.removeprefix(prefix): x for name, x in out.items() if name.startswith(prefix)}
-    joined = _broadcast_from_stages(inside, state.stages, state, lambda name: is_selected(prefix + name))
+    joined = _broadcast_from_stages(inside, state.stages, state, lambda name: name_filter(prefix + name))
     outside = {name: x for name, x in out.items() if not name.startswith(prefix)}
     return {prefix + name: x for name, x in joined.items()} | outside
 
 
 def _broadcast_from_stages(
     local_state: dict[str, Tensor],
-    stages: PipelineStages,
+    pipeline_stages: PipelineStages,
     metadata: ShardingMetadata,
     is_selected: Callable[[str], bool],
 ) -> dict[str, Tensor]:
@@ -197,10 +197,10 @@ def _broadcast_from_stages(
     pipe, device = metadata.context.pipe, metadata.context.device
     full: dict[str, Tensor] = {}
     dtypes = all_gather_objects({name: t.dtype for name, t in local_state.items()}, pipe)
-    selected = {name: found for name, found in stages.state.items() if is_selected(name)}
+    selected = {name: found for name, found in pipeline_stages.state.items() if is_selected(name)}
     for name, (first, shape) in selected.items():
         if first not in full:
-            source = stages.find_owner_ranks(name)[0]
+            source = pipeline_stages.find_owner_ranks(name)[0]
             here = local_state[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
             full[first] = broadcast(here.to(device).contiguous(), pipe, source).cpu()
     return {name: full[first] for name, (first, _) in selected.items()}

@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import PendingCollective, all_reduce, start_all_gather, start_all_gather_into
+from shardformer.comm.collectives import PendingCollective, all_reduce, start_all_gather, start_all_gather_into_tensor
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientBucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
@@ -25,7 +25,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostOffloadManager, MasterWeightStore
 from shardformer.torch_compat import has_data, tolist_or_ones
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeightStore
+from shardformer.zero.mixed_precision import KAHAN, BF16WeightStore, RoundedParamSlice
 
 EDITS = 2**12
 """Modulus of the edit counter. Sums of squares of smaller numbers over all ranks are exact in fp64."""
@@ -36,22 +36,22 @@ class ParamSlice:
     """The part of a parameter that this rank's optimizer updates: a slice or the full parameter.
 
     Args:
-        number: Index of the parameter in its bucket.
+        param_index: Index of the parameter in its bucket.
         param_range: Range of the slice in the flattened parameter (the full parameter if ranks store slices of it).
         shard_range: Range of the slice in this rank's shard of the bucket.
         value: The parameter that the optimizer updates. It is a view of the shard, or a master weight if the shard has
             a 16-bit dtype or the optimizer runs on the host.
     """
 
-    gradient: GradientSlot
-    number: int
+    grad_slot: GradientSlot
+    param_index: int
     param_range: slice
     shard_range: slice
     value: nn.Parameter
 
     @property
     def entry(self) -> ParamEntry:
-        return self.gradient.entry
+        return self.grad_slot.entry
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class UnshardOptions:
     """Options of a shard whose parameters are gathered only while they are used (ZeRO stage 3).
 
     Args:
-        memory: Allocates a buffer of (number of elements, dtype, device).
-        link: Copies the shard between host and device, or None if the shard stays on the device.
+        allocate_buffer: Allocates a buffer of (number of elements, dtype, device).
+        copier: Copies the shard between host and device, or None if the shard stays on the device.
     """
 
-    memory: Callable[[int, torch.dtype, torch.device], Tensor]
-    link: HostDeviceCopier | None = None
+    allocate_buffer: Callable[[int, torch.dtype, torch.device], Tensor]
+    copier: HostDeviceCopier | None = None
 
 
 class FlatShard:
@@ -89,10 +89,10 @@ class FlatShard:
         bucket: GradientBucket,
         dtype: torch.dtype | None = None,
         *,
-        gathered: UnshardOptions | None = None,
+        unshard_options: UnshardOptions | None = None,
         axis: Axis | None = None,
-        host: HostOffloadManager | None = None,
-        rounding: str | None = None,
+        host_manager: HostOffloadManager | None = None,
+        rounding_mode: str | None = None,
     ) -> None:
         self.gradient_slots, self.axis = bucket.gradients, axis or bucket.axis
         self._slices = bucket.owner_rank_transfer if axis is None else None
@@ -101,17 +101,17 @@ class FlatShard:
         self.device = first.device
         self.wide_dtype = torch.promote_types(self.dtype, torch.float32)
         self.length, self.places = bucket.get_shard_ranges(self.axis.size)
-        self.gathered, self.keeps = gathered, gathered is not None
-        self._link = gathered.link if gathered is not None else None
+        self.gathered, self.keeps = unshard_options, unshard_options is not None
+        self._link = unshard_options.copier if unshard_options is not None else None
         lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradient_slots)
         self.full: Tensor | None = self._allocate_zeros(self.length * self.axis.size) if lasts else None
         if self._link is not None:
             self.local = self._link.allocate_on_host(self.length, self.dtype).zero_()
         else:
             self.local = self._allocate_zeros(self.length) if self.full is None else self._get_local_shard(self.full)
-        self.host = host.create_shard(self.length, self.wide_dtype) if host is not None else None
-        rounds = rounding is not None and self.wide_dtype != self.dtype and host is None
-        self.rounded = RoundedWeightStore(self.local, rests=rounding == KAHAN) if rounds else None
+        self.host = host_manager.create_shard(self.length, self.wide_dtype) if host_manager is not None else None
+        rounds = rounding_mode is not None and self.wide_dtype != self.dtype and host_manager is None
+        self.rounded = BF16WeightStore(self.local, keep_residual=rounding_mode == KAHAN) if rounds else None
         self._always_loaded = MasterWeightStore()
         self.has_masters = self.host is not None or self.wide_dtype != self.dtype
         found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradient_slots))
@@ -127,15 +127,18 @@ class FlatShard:
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
         self.record_param_versions()
 
-    def enable_stochastic_rounding(self, seeds: Mapping[int, int]) -> None:
+    def enable_stochastic_rounding(self, seeds_by_entry_id: Mapping[int, int]) -> None:
         """Enable rounding of bf16 parameters after each optimizer step, unless the shard has fp32 master weights.
 
         Args:
-            seeds: Seed for the random rounding of each ParamEntry, by the id of the entry.
+            seeds_by_entry_id: Seed for the random rounding of each ParamEntry, by the id of the entry.
         """
         if self.rounded is not None:
-            self.rounded.set_slices(
-                [RoundedSlice(p.value, p.shard_range, p.param_range.start, seeds[id(p.entry)]) for p in self.slices]
+            self.rounded.set_param_slices(
+                [
+                    RoundedParamSlice(p.value, p.shard_range, p.param_range.start, seeds_by_entry_id[id(p.entry)])
+                    for p in self.slices
+                ]
             )
 
     @property
@@ -149,12 +152,12 @@ class FlatShard:
         return self._link is not None
 
     @property
-    def reduced_gradients(self) -> Tensor | None:
+    def reduced_grads(self) -> Tensor | None:
         """The reduced gradients of this shard, or None if no parameter has received a gradient."""
-        return self._sum if self.host is None else self.host.sum
+        return self._sum if self.host is None else self.host.reduced_grads
 
     @property
-    def has_gradient_per_param(self) -> list[bool]:
+    def has_grad_per_param(self) -> list[bool]:
         """For each parameter, whether any rank had a gradient for it. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = tolist_or_ones(self._counts)
@@ -162,11 +165,11 @@ class FlatShard:
         return self._had
 
     @property
-    def has_received_gradient(self) -> bool:
+    def has_received_grad(self) -> bool:
         """Whether any rank computed a gradient for this shard, including gradients that the user discarded."""
-        return any(self.has_gradient_per_param) or self._is_discarded
+        return any(self.has_grad_per_param) or self._is_discarded
 
-    def find_param_with_moved_memory(self) -> str | None:
+    def find_reallocated_param(self) -> str | None:
         """Return the name of the first parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
@@ -176,7 +179,7 @@ class FlatShard:
                 return gradient.entry.name
         return None
 
-    def copy_written_params_to_shard(self) -> None:
+    def copy_modified_params_to_shard(self) -> None:
         """Update the shard with parameters that were changed outside the optimizer, as by ``load_state_dict``.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
@@ -208,40 +211,40 @@ class FlatShard:
     def _allocate_zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def _get_local_range(self, param_index: int) -> slice:
+    def _get_local_param_range(self, param_index: int) -> slice:
         place, begin = self.places[param_index], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
-    def _add_param(self, param_index: int, gradient: GradientSlot) -> ParamSlice | None:
+    def _add_param(self, param_index: int, grad_slot: GradientSlot) -> ParamSlice | None:
         """Copy a parameter into the shard, and return the slice that this rank updates, or None if there is no slice.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
         """
-        flat = _flatten_to_bucket_order(gradient, gradient.param.detach())
-        place, here = self.places[param_index], self._get_local_range(param_index)
+        flat = _flatten_to_bucket_order(grad_slot, grad_slot.param.detach())
+        place, here = self.places[param_index], self._get_local_param_range(param_index)
         if self.full is not None:
             self.full[place] = flat
-            gradient.param.data = gradient.view_in_bucket(self.full[place])
-        if here.start == here.stop and gradient.numel:
+            grad_slot.param.data = grad_slot.view_in_bucket(self.full[place])
+        if here.start == here.stop and grad_slot.numel:
             return None
         begin = place.start - self.axis.rank * self.length
-        at = slice(begin + here.start, begin + here.stop) if gradient.numel else slice(0, 0)
+        at = slice(begin + here.start, begin + here.stop) if grad_slot.numel else slice(0, 0)
         if self.full is None:
             self.local[at] = flat[here]
         if self.host is not None:
             value = self.host.values[at].copy_(flat[here])
         else:
             value = flat[here].to(self.wide_dtype, copy=True) if self.has_masters else self.local[at]
-        value = value.view(gradient.shape) if gradient.is_full else value
-        return ParamSlice(gradient, param_index, here, at, nn.Parameter(value, gradient.param.requires_grad))
+        value = value.view(grad_slot.shape) if grad_slot.is_full else value
+        return ParamSlice(grad_slot, param_index, here, at, nn.Parameter(value, grad_slot.param.requires_grad))
 
-    def shard_optimizer_state(self, param_index: int, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_param_optimizer_state(self, param_index: int, param_state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of the optimizer state of an unsharded parameter."""
-        gradient, here = self.gradient_slots[param_index], self._get_local_range(param_index)
+        gradient, here = self.gradient_slots[param_index], self._get_local_param_range(param_index)
         found = {}
-        for name, x in state.items():
+        for name, x in param_state.items():
             if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
                 x = _flatten_to_bucket_order(gradient, x.to_dense() if x.is_sparse else x)
                 x = x.view(gradient.shape).clone() if gradient.is_full else x[here].clone()
@@ -249,41 +252,43 @@ class FlatShard:
             found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
         return found
 
-    def receive(self, reduced: Tensor, gradient_counts: Tensor, scale: float = 1.0) -> None:
+    def accumulate_reduced_grads(self, reduced_grads: Tensor, grad_counts: Tensor, loss_scale: float = 1.0) -> None:
         """Add reduced gradients, divided by the loss scale, to the gradients of this shard.
 
         Args:
-            gradient_counts: Number of ranks that had a gradient, for each parameter.
+            grad_counts: Number of ranks that had a gradient, for each parameter.
         """
         self._counts = (
-            gradient_counts.clone() if self._counts is None else self._counts + gradient_counts
+            grad_counts.clone() if self._counts is None else self._counts + grad_counts
         )  # a view would keep the bucket alive
         if self.host is not None:
-            self.host.accumulate_gradients(reduced, scale)
+            self.host.accumulate_reduced_grads(reduced_grads, loss_scale)
             return
-        reduced = reduced.to(self.wide_dtype) if scale == 1 else reduced.to(self.wide_dtype) / scale
-        self._sum = reduced if self._sum is None else self._sum.add_(reduced)
+        reduced_grads = (
+            reduced_grads.to(self.wide_dtype) if loss_scale == 1 else reduced_grads.to(self.wide_dtype) / loss_scale
+        )
+        self._sum = reduced_grads if self._sum is None else self._sum.add_(reduced_grads)
 
-    def set_optimizer_gradients(self) -> None:
+    def set_optimizer_grads(self) -> None:
         """Set ``.grad`` of the optimizer's parameters to the reduced gradients, or to None if there is no gradient."""
-        total = self.reduced_gradients
+        total = self.reduced_grads
         for param_slice in self.slices:
-            has_one = total is not None and self.has_gradient_per_param[param_slice.number]
+            has_one = total is not None and self.has_grad_per_param[param_slice.param_index]
             param_slice.value.grad = (
                 total[param_slice.shard_range].view_as(param_slice.value) if has_one and total is not None else None
             )
 
     # --- gradients as the user sees them between backward and zero_grad
 
-    def set_param_gradients(self) -> None:
+    def set_param_grads(self) -> None:
         """Set ``.grad`` of the model's and the optimizer's parameters to views of the reduced gradients.
 
         On a GPU, missing gradients become zeros.
         """
-        if not has_data(self.local) or (total := self.reduced_gradients) is None:
+        if not has_data(self.local) or (total := self.reduced_grads) is None:
             return
         known = (
-            self.has_gradient_per_param
+            self.has_grad_per_param
             if self._counts is None or not self._counts.is_cuda
             else [True] * len(self.gradient_slots)
         )
@@ -293,67 +298,69 @@ class FlatShard:
             view = None
             if (param_slice := self._slice_of.get(number)) is not None:
                 view = param_slice.value.grad = total[param_slice.shard_range].view_as(param_slice.value)
-            if not gradient.changed:
+            if not gradient.has_changed:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
 
-    def apply_user_gradient_edit(self, param_index: int) -> None:
+    def apply_user_grad_edit(self, param_index: int) -> None:
         """Apply the user's changes of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
         """
         gradient, grad = self.gradient_slots[param_index], self.gradient_slots[param_index].param.grad
-        is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, param_index)
+        is_own = isinstance(grad, ShardedGradient) and grad.is_grad_of(self, param_index)
         result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(param_index)) is None:
-            if gradient.changed and grad is None:
-                self.discard_gradient(param_index)  # including gradients that were accumulated in no_sync
+            if gradient.has_changed and grad is None:
+                self.discard_grad(param_index)  # including gradients that were accumulated in no_sync
             elif result is not None:
-                self._assign_gradient(param_index, result)
+                self._store_assigned_grad(param_index, result)
             return
         param_slice = self._slice_of.get(param_index)
         local = param_slice.value.grad if param_slice is not None else None
         if grad is None:
-            self.record_gradient_edit(param_index, "discarded")
+            self.record_grad_edit(param_index, "discarded")
         if grad is None or (param_slice is not None and local is None):
-            self.discard_gradient(param_index)
+            self.discard_grad(param_index)
             return
         if not is_own:
-            raise make_assigned_gradient_error(gradient.entry.name)
+            raise make_assigned_grad_error(gradient.entry.name)
         del self._shown[param_index]
         gradient.param.grad = None
         if result is not None:
-            self.record_gradient_edit(param_index, "replaced")
-            self.get_local_gradient(param_index).copy_(result)
+            self.record_grad_edit(param_index, "replaced")
+            self.get_local_grad(param_index).copy_(result)
         elif local is not None and local is not shown[1]:
-            self.get_local_gradient(param_index).copy_(local.reshape(-1))
+            self.get_local_grad(param_index).copy_(local.reshape(-1))
 
-    def _assign_gradient(self, param_index: int, values: Tensor) -> None:
+    def _store_assigned_grad(self, param_index: int, grad_values: Tensor) -> None:
         """Store a gradient that the user computed and assigned to ``p.grad`` after ``zero_grad``."""
         self.gradient_slots[param_index].param.grad = None
-        self.record_gradient_edit(param_index, "put back")
-        if self.reduced_gradients is None:
-            self.receive(self._allocate_zeros(self.length), torch.zeros(len(self.gradient_slots)))
-        self.has_gradient_per_param[param_index] = True
-        self.get_local_gradient(param_index).copy_(values)
+        self.record_grad_edit(param_index, "put back")
+        if self.reduced_grads is None:
+            self.accumulate_reduced_grads(self._allocate_zeros(self.length), torch.zeros(len(self.gradient_slots)))
+        self.has_grad_per_param[param_index] = True
+        self.get_local_grad(param_index).copy_(grad_values)
 
-    def discard_gradient(self, param_index: int) -> None:
+    def discard_grad(self, param_index: int) -> None:
         self._shown.pop(param_index, None)
-        if self.has_gradient_per_param[param_index]:
+        if self.has_grad_per_param[param_index]:
             self._had[param_index], self._is_discarded = False, True
-            self.get_local_gradient(param_index).zero_()
+            self.get_local_grad(param_index).zero_()
         self.gradient_slots[param_index].param.grad = None
         if (param_slice := self._slice_of.get(param_index)) is not None:
             param_slice.value.grad = None
 
-    def record_gradient_edit(self, param_index: int, edit: str) -> None:
+    def record_grad_edit(self, param_index: int, edit_description: str) -> None:
         """Record that the user changed ``p.grad``, so that the optimizer step can compare the changes of all ranks."""
-        self.edits = (self.edits + crc32(f"{edit} {self.gradient_slots[param_index].entry.name}".encode())) % EDITS
+        self.edits = (
+            self.edits + crc32(f"{edit_description} {self.gradient_slots[param_index].entry.name}".encode())
+        ) % EDITS
 
-    def get_local_gradient(self, param_index: int) -> Tensor:
+    def get_local_grad(self, param_index: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
-        if (total := self.reduced_gradients) is None:
+        if (total := self.reduced_grads) is None:
             name = self.gradient_slots[param_index].entry.name
             raise ConfigError(
                 f"The gradient of {name} was accessed after zero_grad had cleared it.",
@@ -362,31 +369,31 @@ class FlatShard:
         param_slice = self._slice_of.get(param_index)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
-    def has_full_gradient(self, param_index: int) -> bool:
+    def has_full_grad(self, param_index: int) -> bool:
         """Return whether this rank stores the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradient_slots[param_index].is_shared
 
-    def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor:
-        """Return the elements of ``x`` for which this rank stores the gradient of a parameter."""
+    def slice_like_local_grad(self, param_index: int, tensor: Tensor) -> Tensor:
+        """Return the elements of ``tensor`` for which this rank stores the gradient of a parameter."""
         gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
                 f"The gradient of {gradient.entry.name} cannot be combined with another tensor under ZeRO.",
                 remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
             )
-        return x.reshape(-1)[self._get_local_range(param_index)]
+        return tensor.reshape(-1)[self._get_local_param_range(param_index)]
 
-    def zero_gradients(self) -> None:
+    def zero_grads(self) -> None:
         """Set the gradients of this shard to zero. The optimizer then still updates their parameters."""
-        if (total := self.reduced_gradients) is not None:
+        if (total := self.reduced_grads) is not None:
             total.zero_()
 
-    def clear_gradients(self) -> None:
+    def clear_grads(self) -> None:
         """Discard the gradients of this shard, and set ``.grad`` of its parameters to None."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradient_slots)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
-            self.host.clear_gradients()
+            self.host.clear_grads()
         for param_slice in self.slices:
             param_slice.value.grad = None
         for gradient in self.gradient_slots:
@@ -400,7 +407,7 @@ class FlatShard:
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
-            self._going_up = self.host.copy_to_device(self.local)
+            self._going_up = self.host.start_copy_to_device(self.local)
         elif self.rounded is not None:
             self.rounded.round_to_bf16()
         elif self.has_masters:
@@ -434,7 +441,7 @@ class FlatShard:
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
-        self.fetch_parameters()
+        self.prefetch_params_to_device()
         if self._fetched is not None:
             (full_buffer, copy), self._fetched = self._fetched, None
             copy.wait()
@@ -442,69 +449,67 @@ class FlatShard:
         else:
             full_buffer, local = self._allocate_full_params() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_sending_parameters(local, full_buffer, self.places)
-        return start_all_gather_into(full_buffer, local, self.axis, "parameters")
+            return self._slices.start_param_broadcast(local, full_buffer, self.places)
+        return start_all_gather_into_tensor(full_buffer, local, self.axis, "parameters")
 
-    def fetch_parameters(self) -> None:
+    def prefetch_params_to_device(self) -> None:
         """Start copying this rank's shard of the parameters to the device if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
             full_buffer = self._allocate_full_params()
             self._fetched = full_buffer, self._link.start_copy_to_device(self._get_local_shard(full_buffer), self.local)
 
-    def release_fetched_parameters(self) -> None:
-        """Free the copy of the parameters on the device that ``fetch_parameters`` created."""
+    def release_prefetched_params(self) -> None:
+        """Free the copy of the parameters on the device that ``prefetch_params_to_device`` created."""
         if self._fetched is not None:
-            self._fetched[1].block_until_done()
+            self._fetched[1].synchronize()
             self._fetched = None
 
     def _allocate_full_params(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
-            return self.gathered.memory(numel, self.dtype, self.device)
+            return self.gathered.allocate_buffer(numel, self.dtype, self.device)
         return self.local.new_empty(numel)
 
     def _get_local_shard(self, full_buffer: Tensor) -> Tensor:
         return full_buffer[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
-    def gather_gradient(self, param_index: int) -> Tensor | None:
+    def all_gather_grad(self, param_index: int) -> Tensor | None:
         """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
         local = (
-            self.reduced_gradients
-            if self.reduced_gradients is not None
-            else torch.zeros(self.length, dtype=self.wide_dtype)
+            self.reduced_grads if self.reduced_grads is not None else torch.zeros(self.length, dtype=self.wide_dtype)
         )
         full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
         return (
             self.gradient_slots[param_index].view_in_bucket(full[self.places[param_index]])
-            if self.has_gradient_per_param[param_index]
+            if self.has_grad_per_param[param_index]
             else None
         )
 
-    def copy_gathered_values_to_params(self, values: Tensor) -> None:
+    def copy_gathered_params(self, gathered_values: Tensor) -> None:
         """Update parameters that are stored as slices on this rank from the all-gathered full values."""
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
-                gradient.param.detach().copy_(gradient.view_in_bucket(values[place]))
+                gradient.param.detach().copy_(gradient.view_in_bucket(gathered_values[place]))
         self.record_param_versions()
 
 
-def make_assigned_gradient_error(name: str) -> ConfigError:
+def make_assigned_grad_error(param_name: str) -> ConfigError:
     return ConfigError(
-        f"ZeRO does not support the tensor that was assigned to the .grad of parameter {name}.",
+        f"ZeRO does not support the tensor that was assigned to the .grad of parameter {param_name}.",
         remedy="Change p.grad in place, as in p.grad.mul_(0.5), or use a hook of the parameter (register_hook).",
     )
 
 
-def _flatten_to_bucket_order(gradient: GradientSlot, value: Tensor) -> Tensor:
+def _flatten_to_bucket_order(grad_slot: GradientSlot, tensor: Tensor) -> Tensor:
     """Flatten a parameter or its optimizer state, in the order in which the gradient bucket stores the elements.
 
     Communicates one all-reduce if several ranks store slices of the parameter.
     """
-    if not gradient.is_shared:
-        return value.reshape(-1)
-    spec = gradient.entry.spec
-    full = torch.zeros(spec.shape, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-    spec.copy_shard_into_full(value.to(full.dtype), full, gradient.coords)
-    copies = gradient.copies
+    if not grad_slot.is_shared:
+        return tensor.reshape(-1)
+    spec = grad_slot.entry.spec
+    full = torch.zeros(spec.shape, dtype=torch.promote_types(tensor.dtype, torch.float32), device=tensor.device)
+    spec.copy_shard_into_full(tensor.to(full.dtype), full, grad_slot.coords)
+    copies = grad_slot.copies
     full = full / (copies.to(full) if isinstance(copies, Tensor) else copies)
-    return all_reduce(full, gradient.axis, purpose="setup").reshape(-1)
+    return all_reduce(full, grad_slot.axis, purpose="setup").reshape(-1)

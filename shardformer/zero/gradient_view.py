@@ -23,17 +23,17 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 """Element-wise functions that do not have torch's tag ``pointwise``."""
 
 
-class GradientStorage(Protocol):
+class GradStorage(Protocol):
     """Interface of the object that stores the gradients of a bucket (see ``FlatShard``)."""
 
     @property
     def gradient_slots(self) -> Sequence[GradientSlot]: ...
     @property
     def wide_dtype(self) -> torch.dtype: ...
-    def get_local_gradient(self, param_index: int) -> Tensor: ...
-    def has_full_gradient(self, param_index: int) -> bool: ...
-    def slice_like_local_gradient(self, param_index: int, x: Tensor) -> Tensor: ...
-    def record_gradient_edit(self, param_index: int, edit: str) -> None: ...
+    def get_local_grad(self, param_index: int) -> Tensor: ...
+    def has_full_grad(self, param_index: int) -> bool: ...
+    def slice_like_local_grad(self, param_index: int, tensor: Tensor) -> Tensor: ...
+    def record_grad_edit(self, param_index: int, edit_description: str) -> None: ...
 
 
 class ShardedGradient(Tensor):
@@ -47,17 +47,22 @@ class ShardedGradient(Tensor):
         result: This rank's slice of a computed result, or None for the gradient itself.
     """
 
-    shard: ref[GradientStorage]
+    shard: ref[GradStorage]
     param_index: int
     result: Tensor | None
 
     @staticmethod
-    def __new__(cls, shard: GradientStorage, param_index: int, result: Tensor | None = None) -> ShardedGradient:
-        param, dtype = shard.gradient_slots[param_index].param, result.dtype if result is not None else None
-        if dtype is None or dtype == shard.wide_dtype:
+    def __new__(
+        cls, grad_storage: GradStorage, param_index: int, local_result: Tensor | None = None
+    ) -> ShardedGradient:
+        param, dtype = (
+            grad_storage.gradient_slots[param_index].param,
+            local_result.dtype if local_result is not None else None,
+        )
+        if dtype is None or dtype == grad_storage.wide_dtype:
             dtype = param.dtype  # torch requires .grad to have the dtype of the parameter; the sum may be wider
         self: ShardedGradient = torch_compat.make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
-        self.shard, self.param_index, self.result = ref(shard), param_index, result
+        self.shard, self.param_index, self.result = ref(grad_storage), param_index, local_result
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -66,10 +71,10 @@ class ShardedGradient(Tensor):
     __torch_function__ = torch_compat.disabled_torch_function  # results keep their class
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return f"ShardedGradient of shape {tuple(self.shape)}, {self.local_gradient.numel()} elements on this rank"
+        return f"ShardedGradient of shape {tuple(self.shape)}, {self.local_grad.numel()} elements on this rank"
 
     @property
-    def gradient_storage(self) -> GradientStorage:
+    def grad_storage(self) -> GradStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
                 "This gradient cannot be read, because its model or optimizer has been deleted.",
@@ -78,33 +83,33 @@ class ShardedGradient(Tensor):
         return shard
 
     @property
-    def local_gradient(self) -> Tensor:
+    def local_grad(self) -> Tensor:
         """This rank's slice of the gradient, as a flat tensor."""
-        return self.result if self.result is not None else self.gradient_storage.get_local_gradient(self.param_index)
+        return self.result if self.result is not None else self.grad_storage.get_local_grad(self.param_index)
 
-    def is_gradient_of(self, shard: GradientStorage, param_index: int) -> bool:
-        return self.shard() is shard and self.param_index == param_index
+    def is_grad_of(self, grad_storage: GradStorage, param_index: int) -> bool:
+        return self.shard() is grad_storage and self.param_index == param_index
 
-    def wrap_local_result(self, x: Tensor) -> ShardedGradient:
-        return ShardedGradient(self.gradient_storage, self.param_index, x)
+    def wrap_local_result(self, local_result: Tensor) -> ShardedGradient:
+        return ShardedGradient(self.grad_storage, self.param_index, local_result)
 
-    def record_gradient_edit(self, func: Any) -> None:
+    def record_grad_edit(self, func: Any) -> None:
         if self.result is None:
-            self.gradient_storage.record_gradient_edit(self.param_index, str(func))
+            self.grad_storage.record_grad_edit(self.param_index, str(func))
 
-    def get_local_operand(self, x: Tensor, func: Any) -> Tensor:
-        """Return the elements of an operand ``x`` that correspond to this rank's slice of the gradient."""
-        local = self.local_gradient
-        if isinstance(x, ShardedGradient):
-            if not x.is_gradient_of(self.gradient_storage, self.param_index):
+    def get_local_operand(self, operand: Tensor, func: Any) -> Tensor:
+        """Return the elements of an operand ``operand`` that correspond to this rank's slice of the gradient."""
+        local = self.local_grad
+        if isinstance(operand, ShardedGradient):
+            if not operand.is_grad_of(self.grad_storage, self.param_index):
                 raise _make_unsupported_function_error(self, f"{func} cannot combine gradients of two parameters.")
-            return x.local_gradient
-        if x.dim() == 0:
-            return x.to(local.device) if x.device != local.device else x
-        if torch.broadcast_shapes(x.shape, self.shape) != self.shape:
-            message = f"{func} cannot combine a sharded gradient with a tensor of shape {tuple(x.shape)}."
+            return operand.local_grad
+        if operand.dim() == 0:
+            return operand.to(local.device) if operand.device != local.device else operand
+        if torch.broadcast_shapes(operand.shape, self.shape) != self.shape:
+            message = f"{func} cannot combine a sharded gradient with a tensor of shape {tuple(operand.shape)}."
             raise _make_unsupported_function_error(self, message)
-        return self.gradient_storage.slice_like_local_gradient(self.param_index, x.expand(self.shape)).to(local.device)
+        return self.grad_storage.slice_like_local_grad(self.param_index, operand.expand(self.shape)).to(local.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
@@ -112,24 +117,24 @@ class ShardedGradient(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name: str = torch_compat.schema_of(func).name.partition("::")[2]
-        if name.startswith(FOREACH) and _is_elementwise(getattr(torch.ops.aten, name.removeprefix(FOREACH), None)):
-            return _apply_foreach(func, args, kwargs)
+        if name.startswith(FOREACH) and _is_elementwise_op(getattr(torch.ops.aten, name.removeprefix(FOREACH), None)):
+            return _apply_foreach_op(func, args, kwargs)
         first = next(x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, ShardedGradient))
         if name.endswith("_like"):
-            return _call_with_replaced_tensors(func, args, kwargs, _empty_like)
+            return _call_with_replaced_tensors(func, args, kwargs, _make_empty_placeholder)
         writes = torch_compat.schema_of(func).is_mutable
         if (torch.Tag.pointwise in func.tags or name in UNTAGGED_ELEMENTWISE) and (
             not writes or isinstance(kwargs.get("out", args[0]), ShardedGradient)
         ):
-            return _apply_elementwise(func, first, args, kwargs, writes=writes)
-        if first.gradient_storage.has_full_gradient(first.param_index) and first.local_gradient.device == first.device:
+            return _apply_elementwise_op(func, first, args, kwargs, is_inplace=writes)
+        if first.grad_storage.has_full_grad(first.param_index) and first.local_grad.device == first.device:
             return _call_with_replaced_tensors(
-                func, args, kwargs, lambda x: x.local_gradient.view(x.shape) if isinstance(x, ShardedGradient) else x
+                func, args, kwargs, lambda x: x.local_grad.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
         raise _make_unsupported_function_error(first, f"{name} cannot be applied to a sharded gradient.")
 
 
-def _is_elementwise(op_packet: Any) -> bool:
+def _is_elementwise_op(op_packet: Any) -> bool:
     if op_packet is None:
         return False
     return op_packet.__name__ in UNTAGGED_ELEMENTWISE or any(
@@ -137,57 +142,61 @@ def _is_elementwise(op_packet: Any) -> bool:
     )
 
 
-def _call_with_replaced_tensors(func: Any, args: Any, kwargs: Any, replace: Callable[[Any], Any]) -> Any:
+def _call_with_replaced_tensors(func: Any, args: Any, kwargs: Any, replace_fn: Callable[[Any], Any]) -> Any:
     return func(
-        *torch_compat.tree_map_only(Tensor, replace, args), **torch_compat.tree_map_only(Tensor, replace, kwargs)
+        *torch_compat.tree_map_only(Tensor, replace_fn, args), **torch_compat.tree_map_only(Tensor, replace_fn, kwargs)
     )
 
 
-def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any, *, writes: bool) -> Any:
+def _apply_elementwise_op(func: Any, sharded_grad: ShardedGradient, args: Any, kwargs: Any, *, is_inplace: bool) -> Any:
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
         kwargs = {
             **kwargs,
-            "device": first.local_gradient.device if kwargs["device"] == first.device else kwargs["device"],
+            "device": sharded_grad.local_grad.device if kwargs["device"] == sharded_grad.device else kwargs["device"],
         }
-    if func is torch.ops.aten.detach.default and first.result is None:
-        first.gradient_storage.get_local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
+    if func is torch.ops.aten.detach.default and sharded_grad.result is None:
+        sharded_grad.grad_storage.get_local_grad(sharded_grad.param_index)  # raises if zero_grad discarded the gradient
         return ShardedGradient(
-            first.gradient_storage, first.param_index
+            sharded_grad.grad_storage, sharded_grad.param_index
         )  # still the gradient itself, not a computed result
-    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.get_local_operand(x, func))
-    if writes:
-        first.record_gradient_edit(func)
+    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: sharded_grad.get_local_operand(x, func))
+    if is_inplace:
+        sharded_grad.record_grad_edit(func)
         return kwargs.get("out", args[0])
-    return torch_compat.tree_map_only(Tensor, first.wrap_local_result, result)
+    return torch_compat.tree_map_only(Tensor, sharded_grad.wrap_local_result, result)
 
 
-def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
+def _apply_foreach_op(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a ``torch._foreach_`` function on this rank's slices of sharded gradients."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 
-    def unwrap(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            return value
-        pairs = zip(value, firsts, strict=False)
+    def unwrap_operands(operands: Any) -> Any:
+        if not isinstance(operands, (list, tuple)):
+            return operands
+        pairs = zip(operands, firsts, strict=False)
         return [x if f is None or not isinstance(x, Tensor) else f.get_local_operand(x, func) for x, f in pairs]
 
-    results = func(*map(unwrap, args), **{name: unwrap(x) for name, x in kwargs.items()})
+    results = func(*map(unwrap_operands, args), **{name: unwrap_operands(x) for name, x in kwargs.items()})
     if torch_compat.schema_of(func).is_mutable or results is None:
         for first in firsts:
             if first is not None:
-                first.record_gradient_edit(func)
+                first.record_grad_edit(func)
         return None
     return [x if f is None else f.wrap_local_result(x) for f, x in zip(firsts, results, strict=True)]
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def _make_empty_placeholder(tensor: Tensor) -> Tensor:
     """Return a placeholder with the shape, dtype and device of a gradient, but the memory of only one element."""
-    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
+    return (
+        torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        if isinstance(tensor, ShardedGradient)
+        else tensor
+    )
 
 
-def _make_unsupported_function_error(gradient: ShardedGradient, message: str) -> ConfigError:
-    name = gradient.gradient_storage.gradient_slots[gradient.param_index].entry.name
+def _make_unsupported_function_error(sharded_grad: ShardedGradient, message: str) -> ConfigError:
+    name = sharded_grad.grad_storage.gradient_slots[sharded_grad.param_index].entry.name
     return ConfigError(
         message,
         rule="Under ZeRO, p.grad supports only element-wise functions such as mul_, clamp_ and add_.",

@@ -32,7 +32,7 @@ from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.optimizers import estimate_state_bytes
+from shardformer.zero.optimizers import estimate_optimizer_state_bytes
 from shardformer.zero.stage3_parameters import Stage3ParamGroup, UnshardedGroupCache, group_params_by_layer
 
 
@@ -101,7 +101,7 @@ def estimate_memory(
         check_int("data", data, unit="data ranks", example=4)
     narrow = options.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
-    ranks = {key: n if stage > 0 else 1 for key, n in _count_ranks_per_parameter(model, data).items()}
+    ranks = {key: n if stage > 0 else 1 for key, n in _count_shard_ranks_per_param(model, data).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() * size.get(id(p), p.element_size()) for p in model.parameters() if not p.requires_grad)
     wide = {id(p): max(size[id(p)], 4) for p in trained}
@@ -109,7 +109,7 @@ def estimate_memory(
     sharded = sum(p.numel() * size[id(p)] / ranks[id(p)] for p in trained)
     sharded_wide = sum(p.numel() * wide[id(p)] / ranks[id(p)] for p in trained)
     states = sum(
-        estimate_state_bytes(each, group, p, wide[id(p)]) / ranks[id(p)]
+        estimate_optimizer_state_bytes(each, group, p, wide[id(p)]) / ranks[id(p)]
         for each in optimizers
         for group in each.param_groups
         for p in group["params"]
@@ -124,7 +124,7 @@ def estimate_memory(
         states=states,
     )
     if options.offload.to is not None:
-        found = _move_estimate_to_host(found, options, sharded_wide, sharded)
+        found = _adjust_estimate_for_offload(found, options, sharded_wide, sharded)
     return replace(found, parameters=found.parameters + frozen)
 
 
@@ -132,7 +132,7 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 """Size of the master weights relative to fp32 master weights."""
 
 
-def _move_estimate_to_host(
+def _adjust_estimate_for_offload(
     estimate: MemoryEstimate, options: ZeroOptions, wide_shard_bytes: float, shard_bytes: float
 ) -> MemoryEstimate:
     """Adapt a memory estimate to the offload of master weights, optimizer states and gradients."""
@@ -152,14 +152,14 @@ def _move_estimate_to_host(
     )
 
 
-def _count_ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
+def _count_shard_ranks_per_param(model: nn.Module, num_data_ranks: int | None) -> dict[int, int]:
     """Return the number of ranks over which ZeRO shards each parameter, as a dict by ``id(param)``."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
-        return {id(p): data or 1 for p in model.parameters()}
-    sizes = {**state.context.sizes, **({"data": data} if data else {})}
+        return {id(p): num_data_ranks or 1 for p in model.parameters()}
+    sizes = {**state.context.sizes, **({"data": num_data_ranks} if num_data_ranks else {})}
     return {
-        id(e.param): prod(sizes[name] for name in {*e.reduction.sum_over, *(["data"] if data else [])})
+        id(e.param): prod(sizes[name] for name in {*e.reduction.sum_over, *(["data"] if num_data_ranks else [])})
         * max(len(e.reduction.stages), 1)
         for e in state.entries
     }
@@ -182,22 +182,22 @@ def measure_memory(
         g for entry in metadata.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)
     ]
     on_host = [shard.local for shard in unit_shards if shard.is_offloaded]
-    on_host += [x for shard in shards if shard.host is not None for x in shard.host.list_host_tensors()]
-    on_host += [x for shard in shards if shard.host is not None for x in _get_state_tensors(optimizers, shard)]
+    on_host += [x for shard in shards if shard.host is not None for x in shard.host.get_host_tensors()]
+    on_host += [
+        x for shard in shards if shard.host is not None for x in _get_optimizer_state_tensors(optimizers, shard)
+    ]
     return MemoryEstimate(
-        parameters=_count_storage_bytes(params),
-        gathered=_count_storage_bytes([base for unit in param_groups for base in unit.bases]),
-        gradients=_count_storage_bytes(
-            [total for shard in here if (total := shard.reduced_gradients) is not None] + grads
-        ),
-        masters=_count_storage_bytes([x for shard in here for x in _get_master_weights(shard)]),
-        states=_count_storage_bytes([x for shard in here for x in _get_state_tensors(optimizers, shard)]),
-        host=_count_storage_bytes(on_host),
-        disk=sum(shard.host.bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
+        parameters=_sum_storage_bytes(params),
+        gathered=_sum_storage_bytes([base for unit in param_groups for base in unit.bases]),
+        gradients=_sum_storage_bytes([total for shard in here if (total := shard.reduced_grads) is not None] + grads),
+        masters=_sum_storage_bytes([x for shard in here for x in _get_master_weights(shard)]),
+        states=_sum_storage_bytes([x for shard in here for x in _get_optimizer_state_tensors(optimizers, shard)]),
+        host=_sum_storage_bytes(on_host),
+        disk=sum(shard.host.num_bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
     )
 
 
-def _count_storage_bytes(tensors: Sequence[Tensor]) -> int:
+def _sum_storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({get_storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -207,28 +207,36 @@ def _get_master_weights(shard: FlatShard) -> list[Tensor]:
     return [p.value for p in shard.slices] if shard.has_masters else []
 
 
-def _get_state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
+def _get_optimizer_state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
     states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
 def format_memory_report(
-    settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostOffloadManager | None
+    zero_options: ZeroOptions,
+    optimizers: Sequence[Optimizer],
+    memory_estimate: MemoryEstimate,
+    host_manager: HostOffloadManager | None,
 ) -> str:
     """Format the ZeRO options, memory use and offload bandwidth as text for ``describe_sharding``."""
-    precision, offload = settings.precision, settings.offload
-    title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
+    precision, offload = zero_options.precision, zero_options.offload
+    title = [f"ZeRO stage {zero_options.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:
         title.append(f"no master weights: {precision.rounding}")
     if offload.to is not None:
         title.append(f"offload to {offload.to}")
-    reduced = "in every backward pass, even under no_sync" if settings.stage >= 2 else "once per step under no_sync"
-    found = [", ".join(title), f"gradients are reduced {reduced}", "", "memory of this rank", str(memory)]
+    reduced = "in every backward pass, even under no_sync" if zero_options.stage >= 2 else "once per step under no_sync"
+    found = [", ".join(title), f"gradients are reduced {reduced}", "", "memory of this rank", str(memory_estimate)]
     speeds: dict[str, float | None] = {}
-    if host is not None:
-        speeds = {f"copied {way}": host.link.measure_bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
-    if isinstance(host, FileOffloadManager):
-        speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.measure_bandwidth(way) for way in host.disk.moved}
+    if host_manager is not None:
+        speeds = {
+            f"copied {way}": host_manager.link.get_measured_bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
+        }
+    if isinstance(host_manager, FileOffloadManager):
+        speeds |= {
+            f"{way}, {host_manager.disk.buffers} buffers": host_manager.disk.get_measured_bandwidth(way)
+            for way in host_manager.disk.moved
+        }
     return "\n".join([*found, *(f"{name}: {format_bytes(n)} per second" for name, n in speeds.items() if n)])
 
 
@@ -236,10 +244,10 @@ MARGIN = 0.9
 """Fraction of the free memory to use. The remaining fraction allows for memory fragmentation."""
 
 
-def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
+def check_free_memory_option(zero_options: ZeroOptions, device: torch.device) -> None:
     """Raise ConfigError if an option is "free", but the free memory of the device is unknown."""
-    brings = settings.offload.on_device == FREE_MEMORY
-    stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
+    brings = zero_options.offload.on_device == FREE_MEMORY
+    stays = zero_options.stage == 3 and zero_options.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         option, example = ("on_device", "0.5") if brings else ("reshard_after_forward", "2**30")
         raise ConfigError(
@@ -248,7 +256,7 @@ def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> Non
         )
 
 
-class DevicePlacement:
+class DevicePlacementManager:
     """Moves offloaded optimizer shards and gathered layers to the device, up to a memory limit.
 
     A limit that the user has set applies immediately. "free" applies after the first step.
@@ -260,16 +268,16 @@ class DevicePlacement:
 
     def __init__(
         self,
-        settings: ZeroOptions,
+        zero_options: ZeroOptions,
         shards: Sequence[FlatShard],
         unsharded_cache: UnshardedGroupCache | None,
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
-        on_device = settings.offload.on_device
+        on_device = zero_options.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
         self._moves_shards = on_device == FREE_MEMORY and bool(shards)
-        self._unsharded_cache = unsharded_cache if settings.reshard_after_forward == FREE_MEMORY else None
+        self._unsharded_cache = unsharded_cache if zero_options.reshard_after_forward == FREE_MEMORY else None
         self._is_open = self._moves_shards or self._unsharded_cache is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
@@ -278,7 +286,7 @@ class DevicePlacement:
                 on_device * sum(shard.length for shard in shards), [shard.length for shard in shards]
             )
 
-    def after_step(self) -> None:
+    def fill_free_device_memory(self) -> None:
         """Move optimizer shards and layers into the free GPU memory after the first step.
 
         The first call communicates the free memory and, with ``on_device="free"``, the size of each offloaded shard.
@@ -286,25 +294,25 @@ class DevicePlacement:
         if not self._is_open:
             return
         self._is_open = False
-        max_bytes: float = get_min_free_bytes(self._context.device) * MARGIN
+        max_bytes: float = get_free_bytes_at_peak(self._context.device) * MARGIN
         for axis in self._context.base_axes:
             max_bytes = min(all_gather_objects(max_bytes, axis))
         if self._moves_shards:
             max_bytes = self._move_shards_to_device(
-                max_bytes, [self._compute_device_bytes(shard) for shard in self._shards]
+                max_bytes, [self._compute_shard_device_bytes(shard) for shard in self._shards]
             )
         if self._unsharded_cache is not None:
             self._unsharded_cache.max_bytes = max_bytes
 
-    def _move_shards_to_device(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
+    def _move_shards_to_device(self, max_bytes: float, shard_bytes: Sequence[float]) -> float:
         """Move the offloaded shards that fit into ``max_bytes`` to the device, and return how many bytes are left."""
-        for shard, size in zip(self._shards, shard_sizes, strict=True):
+        for shard, size in zip(self._shards, shard_bytes, strict=True):
             if size <= max_bytes:
                 max_bytes -= size
                 move_shard_to_device(shard, self._optimizers)
         return max_bytes
 
-    def _compute_device_bytes(self, shard: FlatShard) -> float:
+    def _compute_shard_device_bytes(self, shard: FlatShard) -> float:
         found = shard.length * shard.wide_dtype.itemsize * (1 + (shard.wide_dtype != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
@@ -313,7 +321,7 @@ class DevicePlacement:
         return most
 
 
-def get_min_free_bytes(device: torch.device) -> float:
+def get_free_bytes_at_peak(device: torch.device) -> float:
     """Return how many bytes of GPU memory were free at the peak of memory use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

@@ -55,9 +55,9 @@ class LossScale:
         for name, least in (("growth_interval", 1), ("hysteresis", 1), ("good", 0), ("bad", 0)):
             check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
-    def update(self, is_finite: bool) -> None:
+    def update(self, are_grads_finite: bool) -> None:
         """Increase or reduce the loss scale after a step, depending on whether its gradients were finite."""
-        if is_finite:
+        if are_grads_finite:
             self.good += 1
             if self.good == self.growth_interval:
                 self.value, self.good, self.bad = self.value * self.growth, 0, 0
@@ -132,23 +132,23 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedSlice:
+class RoundedParamSlice:
     """A slice of a bf16 parameter that is updated in fp32, although there are no master weights.
 
     Args:
-        value: The parameter that the optimizer updates.
-        at: Range of the slice in the shard.
-        first: Index of its first element in the parameter.
-        key: Seed for the stochastic rounding of the parameter.
+        param: The parameter that the optimizer updates.
+        shard_range: Range of the slice in the shard.
+        start_index: Index of its first element in the parameter.
+        seed: Seed for the stochastic rounding of the parameter.
     """
 
-    value: nn.Parameter
-    at: slice
-    first: int
-    key: int
+    param: nn.Parameter
+    shard_range: slice
+    start_index: int
+    seed: int
 
 
-class RoundedWeightStore(MasterWeightStore):
+class BF16WeightStore(MasterWeightStore):
     """Stores the weights of a shard in bf16, and converts them to fp32 only for the optimizer step.
 
     Args:
@@ -156,18 +156,18 @@ class RoundedWeightStore(MasterWeightStore):
         rests: Whether to keep the rounding errors.
     """
 
-    def __init__(self, own: Tensor, *, rests: bool) -> None:
-        self._own, self._slices = own, list[RoundedSlice]()
-        self.rest = torch.zeros_like(own) if rests else None
+    def __init__(self, bf16_shard: Tensor, *, keep_residual: bool) -> None:
+        self._own, self._slices = bf16_shard, list[RoundedParamSlice]()
+        self.rest = torch.zeros_like(bf16_shard) if keep_residual else None
         self._values: Tensor | None = None
         self.step = 0  # number of stochastic roundings
 
-    def set_slices(self, slices: Sequence[RoundedSlice]) -> None:
+    def set_param_slices(self, param_slices: Sequence[RoundedParamSlice]) -> None:
         """Assign parameter slices to this shard, and round their fp32 values to bf16."""
-        self._slices = list(slices)
+        self._slices = list(param_slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
-        for param_slice in slices:
-            self._values[param_slice.at] = param_slice.value.detach().reshape(-1)
+        for param_slice in param_slices:
+            self._values[param_slice.shard_range] = param_slice.param.detach().reshape(-1)
         self._own.copy_(self._values)
         self._store_kahan_residual()
         self.evict()
@@ -179,7 +179,7 @@ class RoundedWeightStore(MasterWeightStore):
             if self.rest is not None:
                 self._values += self.rest
             for param_slice in self._slices:
-                param_slice.value.data = self._values[param_slice.at].view(param_slice.value.shape)
+                param_slice.param.data = self._values[param_slice.shard_range].view(param_slice.param.shape)
         return True
 
     def round_to_bf16(self) -> None:
@@ -193,9 +193,9 @@ class RoundedWeightStore(MasterWeightStore):
             return
         self.step += 1
         for param_slice in self._slices:
-            wide = self._values[param_slice.at]
-            self._own[param_slice.at] = stochastic_round(
-                wide, generate_random_bits(wide, param_slice.first, param_slice.key, self.step)
+            wide = self._values[param_slice.shard_range]
+            self._own[param_slice.shard_range] = stochastic_round(
+                wide, generate_random_bits(wide, param_slice.start_index, param_slice.seed, self.step)
             )
 
     def _store_kahan_residual(self) -> None:
@@ -207,9 +207,9 @@ class RoundedWeightStore(MasterWeightStore):
         self._values = None
         for param_slice in self._slices:
             value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
-            param_slice.value.data = value.expand(param_slice.value.shape)
+            param_slice.param.data = value.expand(param_slice.param.shape)
 
-    def discard(self, *, keeps_memory: bool = False) -> None:
+    def release(self, *, keep_memory: bool = False) -> None:
         self.evict()
 
     def write_back(self) -> None:
@@ -217,22 +217,25 @@ class RoundedWeightStore(MasterWeightStore):
         self.evict()
 
 
-def generate_random_bits(like: Tensor, first_index: int, key: int, step: int) -> Tensor:
+def generate_random_bits(like_tensor: Tensor, start_index: int, param_seed: int, step: int) -> Tensor:
     """Return 16 random bits for each element of a tensor. They do not depend on the rank that stores the element.
 
     Args:
-        first_index: Index of the first element in the parameter.
-        key: Seed of the parameter.
+        start_index: Index of the first element in the parameter.
+        param_seed: Seed of the parameter.
     """
-    seed = _hash_int64(torch.tensor((key << 32) + step) * _MIX[0])
-    x = torch.arange(first_index, first_index + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
+    seed = _hash_int64(torch.tensor((param_seed << 32) + step) * _MIX[0])
+    x = (
+        torch.arange(start_index, start_index + like_tensor.numel(), dtype=torch.int64, device=like_tensor.device)
+        * _MIX[0]
+    )
     return ((_hash_int64(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
 
 
-def _hash_int64(x: Tensor) -> Tensor:
+def _hash_int64(values: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return values
 
 
 def stochastic_round(fp32_values: Tensor, random_bits: Tensor) -> Tensor:

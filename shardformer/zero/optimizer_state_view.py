@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import all_gather_from_mesh, run_and_compare_across_ranks
+from shardformer.comm.collective_call import all_gather_over_mesh, run_and_compare_across_ranks
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_by_metadata
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_params_by_metadata
 from shardformer.torch_patches import Apply, Patch, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
@@ -25,7 +25,9 @@ State = dict[str, Any]
 
 
 @contextmanager
-def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
+def rollback_optimizers_on_error(
+    optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()
+) -> Iterator[None]:
     """Restore the state of optimizers, schedulers and hooks if the code inside the context raises.
 
     Args:
@@ -33,9 +35,10 @@ def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Seq
             copied, so in-place changes to them remain.
         schedulers_and_hooks: Their attributes are restored, including the contents of lists, dicts and sets.
     """
-    restores = [_make_restore_function(each) for each in optimizers]
+    restores = [_make_restore_fn(each) for each in optimizers]
     attributes = [
-        (each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in schedulers_and_hooks
+        (each, {name: _copy_container_or_value(value) for name, value in vars(each).items()})
+        for each in schedulers_and_hooks
     ]
     states = [(each, copy.deepcopy(each.state_dict())) for each in schedulers_and_hooks if hasattr(each, "state_dict")]
     try:
@@ -44,58 +47,58 @@ def rollback_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Seq
         for restore in restores:
             restore()
         for each, values in attributes:
-            _replace_dict_content(vars(each), values)
+            _replace_dict_contents(vars(each), values)
         for each, state in states:
             with suppress(Exception):  # load_state_dict may be the call that failed
                 each.load_state_dict(state)
         raise
 
 
-def _copy_container(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+def _copy_container_or_value(container_or_value: Any) -> Any:
+    return copy.copy(container_or_value) if type(container_or_value) in (list, dict, set) else container_or_value
 
 
-def _replace_dict_content(target: State, content: State) -> None:
-    target.clear()
-    target.update(content)
+def _replace_dict_contents(target_dict: State, new_contents: State) -> None:
+    target_dict.clear()
+    target_dict.update(new_contents)
 
 
-def _make_restore_function(optimizer: Optimizer) -> Callable[[], None]:
+def _make_restore_fn(optimizer: Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimizer's current attributes, parameter groups and states."""
     attributes, state = dict(vars(optimizer)), optimizer.state
     groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-    states = [(param, each, _copy_container(each)) for param, each in state.items()]
+    states = [(param, each, _copy_container_or_value(each)) for param, each in state.items()]
 
-    def restore() -> None:
-        _replace_dict_content(vars(optimizer), attributes)
+    def restore_optimizer() -> None:
+        _replace_dict_contents(vars(optimizer), attributes)
         for group, content, params in groups:
-            _replace_dict_content(group, content)
+            _replace_dict_contents(group, content)
             group["params"][:] = params
         current: list[State] = optimizer.param_groups
         current[:] = [group for group, _, _ in groups]
         state.clear()
         for param, each, content in states:
             if type(each) is dict:
-                _replace_dict_content(each, content)
+                _replace_dict_contents(each, content)
             state[param] = each
 
-    return restore
+    return restore_optimizer
 
 
 ZERO_OPTIMIZER_ATTRIBUTE = "_shardformer_held_by"
 """Name of an optimizer's attribute with a weak reference to the ZeroOptimizer that steps it."""
 
 
-class ZeroGradMethod:
+class PatchedZeroGrad:
     """A replacement for ``zero_grad()`` of a model or optimizer that also clears the gradients stored by ZeRO.
 
     A copied model or optimizer gets the original method.
     """
 
-    def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
-        self._owner = weakref.ref(owner)
-        self._usual: Callable[[Any, bool], None] = type(owner).zero_grad
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+    def __init__(self, model_or_optimizer: nn.Module | Optimizer, zero_optimizer: Optimizer | None) -> None:
+        self._owner = weakref.ref(model_or_optimizer)
+        self._usual: Callable[[Any, bool], None] = type(model_or_optimizer).zero_grad
+        self._optimizer = weakref.ref(zero_optimizer) if zero_optimizer is not None else lambda: None
 
     def __call__(self, set_to_none: bool = True) -> None:
         if (optimizer := self._optimizer()) is not None:
@@ -103,14 +106,14 @@ class ZeroGradMethod:
         elif (owner := self._owner()) is not None:
             self._usual(owner, set_to_none)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradMethod:
-        return ZeroGradMethod(memo[id(self._owner())], None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedZeroGrad:
+        return PatchedZeroGrad(memo[id(self._owner())], None)
 
 
 def attach_zero_optimizer(optimizer: Any, zero_optimizer: Optimizer) -> None:
     """Attach an optimizer to its ZeroOptimizer, and replace the optimizer's ``zero_grad`` method."""
     optimizer.__dict__.update(
-        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero_optimizer), "zero_grad": ZeroGradMethod(optimizer, zero_optimizer)}
+        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero_optimizer), "zero_grad": PatchedZeroGrad(optimizer, zero_optimizer)}
     )
 
 
@@ -138,27 +141,29 @@ _IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
 """Whether states are loaded without a check of the rank that saved them."""
 
 
-def _patch_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def state_dict(self: Any) -> dict[str, Any]:
-        found: dict[str, Any] = original(self)
-        if place := get_state_coordinates(self):
+def _patch_state_dict(original_state_dict: Any) -> Any:
+    @wraps(original_state_dict)
+    def state_dict(optimizer: Any) -> dict[str, Any]:
+        found: dict[str, Any] = original_state_dict(optimizer)
+        if place := get_optimizer_state_coords(optimizer):
             found[COORDINATES_KEY] = place
         return found
 
     return state_dict
 
 
-def _patch_load_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if _IS_CHECKED.get() or (table := _find_model_metadata(self)) is None:
-            original(self, state_dict)
+def _patch_load_state_dict(original_load_state_dict: Any) -> Any:
+    @wraps(original_load_state_dict)
+    def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        if _IS_CHECKED.get() or (table := _find_sharding_metadata(optimizer)) is None:
+            original_load_state_dict(optimizer, state_dict)
             return
-        state_dict = _check_and_shard_state(self, state_dict, table)
-        with rollback_on_error([self]):
+        state_dict = _check_and_shard_state_dict(optimizer, state_dict, table)
+        with rollback_optimizers_on_error([optimizer]):
             run_and_compare_across_ranks(
-                table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
+                table.context,
+                lambda: original_load_state_dict(optimizer, state_dict),
+                action=f"load the state of {type(optimizer).__name__}",
             )
 
     return load_state_dict
@@ -179,33 +184,35 @@ STATE_PATCHES: Mapping[Patch, Apply] = {
 """Save the mesh coordinates of the rank with the state of torch's optimizers, and check them on load."""
 
 
-def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
+def _find_sharding_metadata(optimizer: Any) -> ShardingMetadata | None:
     """Return how the model of an optimizer is sharded, or None if all ranks have the same parameters."""
     if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    tables = list(group_by_metadata(params))
+    tables = list(group_params_by_metadata(params))
     if not params:  # a pipeline stage without trainable parameters
         tables = [table for table in get_local_metadata() if table.context.pipe.size > 1]
     sizes = tables[0].context.sizes if len(tables) == 1 else {}
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def get_state_coordinates(optimizer: Any) -> StateCoordinates:
+def get_optimizer_state_coords(optimizer: Any) -> StateCoordinates:
     """Return the mesh axes over which an optimizer's state is sharded, with their sizes and this rank's positions."""
-    table, holder = _find_model_metadata(optimizer), get_zero_optimizer(optimizer)
+    table, holder = _find_sharding_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
         return {}
     if holder is not None and holder.has_sharded_states:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        entries = table.entries if holder is not None else group_by_metadata(params).get(table, ())
+        entries = table.entries if holder is not None else group_params_by_metadata(params).get(table, ())
         names = {name for entry in entries for name in entry.spec.axes} | {"pipe"}
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata) -> dict[str, Any]:
+def _check_and_shard_state_dict(
+    optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata
+) -> dict[str, Any]:
     """Check that an optimizer state belongs to this rank, and shard the state if it is unsharded.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
@@ -213,21 +220,21 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata:
     Raises:
         ConfigError: A different rank saved the state. Raised on all ranks.
     """
-    own, sums, problem, kind = get_state_coordinates(optimizer), list[float](), None, type(optimizer).__name__
+    own, sums, problem, kind = get_optimizer_state_coords(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        state_dict = _shard_optimizer_state(optimizer, state_dict, metadata)
+        state_dict = _shard_optimizer_state_dict(optimizer, state_dict, metadata)
         saved = state_dict.get(COORDINATES_KEY)
         if saved is not None and saved != own:
-            problem = f"the state was saved by the rank with mesh coordinates {_describe_coordinates(saved)}"
-            problem += f", but this rank has {_describe_coordinates(own)}"
+            problem = f"the state was saved by the rank with mesh coordinates {_format_coords(saved)}"
+            problem += f", but this rank has {_format_coords(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
             problem = "its parameter groups differ in size from those of the optimizer"
         elif saved is None and own:
             sums = _compute_state_norms(optimizer, state_dict, metadata)
     except (AttributeError, KeyError, TypeError) as error:
         problem = f"it is not an optimizer state ({type(error).__name__}: {error})"
-    found = all_gather_from_mesh((problem, own, sums), metadata.context)
+    found = all_gather_over_mesh((problem, own, sums), metadata.context)
     if problem is None:
         problem = next((f"rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
@@ -242,9 +249,11 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], metadata:
     return state_dict
 
 
-def _shard_optimizer_state(optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata) -> dict[str, Any]:
+def _shard_optimizer_state_dict(
+    optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata
+) -> dict[str, Any]:
     """Shard the optimizer state of an unsharded model for this rank. A sharded state is returned unchanged."""
-    pairs = _pair_keys_with_params(optimizer, state_dict)
+    pairs = _pair_state_keys_with_params(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in metadata.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
     sharded = {
@@ -255,33 +264,33 @@ def _shard_optimizer_state(optimizer: Any, state_dict: dict[str, Any], metadata:
             for key, x in state.items()
         }
         for number, (state, spec, p) in states.items()
-        if isinstance(state, dict) and spec is not None and _is_full_state(state, spec, p)
+        if isinstance(state, dict) and spec is not None and _is_full_param_state(state, spec, p)
     }
     if not sharded or COORDINATES_KEY in state_dict:
         return state_dict
     return {
         **state_dict,
         "state": {**state_dict["state"], **sharded},
-        COORDINATES_KEY: get_state_coordinates(optimizer),
+        COORDINATES_KEY: get_optimizer_state_coords(optimizer),
     }
 
 
-def _is_full_state(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
-    shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
+def _is_full_param_state(param_state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+    shapes = {tuple(x.shape) for x in param_state.values() if isinstance(x, Tensor)}
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
 
-def _pair_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+def _pair_state_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
     """Pair each key of a saved optimizer state with the parameter at the same position in the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
 
 
-def _describe_coordinates(coordinates: Any) -> str:
-    if not isinstance(coordinates, dict):
-        return repr(coordinates)[:80]
-    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coordinates.items()) or "an unsharded model"
+def _format_coords(coords: Any) -> str:
+    if not isinstance(coords, dict):
+        return repr(coords)[:80]
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coords.items()) or "an unsharded model"
 
 
 def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata: ShardingMetadata) -> list[float]:
@@ -289,7 +298,7 @@ def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata
     cut = {id(entry.param) for entry in metadata.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
-        for number, p in _pair_keys_with_params(optimizer, state_dict)
+        for number, p in _pair_state_keys_with_params(optimizer, state_dict)
         if id(p) in cut or get_zero_optimizer(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
@@ -310,17 +319,17 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         }
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
-        self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
+        self._slices |= {id(p.grad_slot.param): p for shard in shards for p in shard.slices}
 
-    def _find_state_and_key(self, key: Tensor) -> tuple[Any, Tensor] | None:
+    def _find_state_and_key(self, param: Tensor) -> tuple[Any, Tensor] | None:
         """Return the states and the key that contain a parameter's state, or None if only other ranks store it."""
-        if id(key) in self._slices:
-            if (param_slice := self._slices[id(key)]) is None:
+        if id(param) in self._slices:
+            if (param_slice := self._slices[id(param)]) is None:
                 return None
-            key = param_slice.value
-        if id(key) not in self._owners:
-            raise KeyError(key)
-        return self._owners[id(key)].state, key
+            param = param_slice.value
+        if id(param) not in self._owners:
+            raise KeyError(param)
+        return self._owners[id(param)].state, param
 
     def __getitem__(self, key: Tensor) -> State:
         found = self._find_state_and_key(key)
@@ -360,8 +369,8 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
 class RemoteOptimizerState(dict[str, Any]):
     """A placeholder, with empty tensors as values, for an optimizer state that only other ranks store."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, like_tensor: Tensor) -> None:
+        self._like = like_tensor
 
     def __missing__(self, key: str) -> Tensor:
         return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
@@ -382,6 +391,6 @@ def load_state_dict_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None
         _IS_CHECKED.reset(token)
     for old, new in zip(before, list(optimizer.param_groups), strict=True):
         if old is not new:
-            _replace_dict_content(old, new)
+            _replace_dict_contents(old, new)
     groups[:] = before
     optimizer.param_groups = groups

@@ -29,7 +29,7 @@ MAX_UPDATES_IN_FLIGHT = 8
 """Maximum number of all-gathers in progress, which limits the memory of their buffers."""
 
 
-class OptimizerUpdate:
+class ShardedParamUpdater:
     """Updates this rank's shards of the parameters with one or more optimizers.
 
     Args:
@@ -40,11 +40,11 @@ class OptimizerUpdate:
         self,
         optimizers: Sequence[Optimizer],
         shards: Sequence[FlatShard],
-        host: HostOffloadManager | None,
+        host_manager: HostOffloadManager | None,
         context: ParallelContext,
     ) -> None:
-        self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
-        comes = host is not None or any(shard.rounded is not None for shard in shards)
+        self._optimizers, self._shards, self._host, self._context = optimizers, shards, host_manager, context
+        comes = host_manager is not None or any(shard.rounded is not None for shard in shards)
         self._steps_separately = comes and all(can_step_params_separately(optimizer) for optimizer in optimizers)
 
     def update_params(self) -> None:
@@ -57,20 +57,20 @@ class OptimizerUpdate:
             InputError: A file could not be read or written. All ranks restore the previous weights and raise.
         """
         for shard in self._shards:
-            shard.set_optimizer_gradients()
-        changed = [shard for shard in self._shards if shard.has_received_gradient]
+            shard.set_optimizer_grads()
+        changed = [shard for shard in self._shards if shard.has_received_grad]
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
         if isinstance(self._host, FileOffloadManager):
             self._update_shard_groups(there)
-            self._commit_or_roll_back_files(self._host, [shard for turn in there for shard in turn])
+            self._commit_or_roll_back_file_shards(self._host, [shard for turn in there for shard in turn])
             self._update_shard_groups([lasting])
         else:
             self._update_shard_groups([lasting, *rounded, *there] if self._steps_separately else [changed])
 
     def _update_shard_groups(self, shard_groups: Sequence[Sequence[FlatShard]]) -> None:
-        all_gather = ParamAllGather()
+        all_gather = OverlappedParamAllGather()
         with self._host.use_optimizer_threads() if self._host is not None else nullcontext():
             for number, group in enumerate(shard_groups):
                 for shard in (shard for coming in shard_groups[number : number + 2] for shard in coming):
@@ -84,19 +84,21 @@ class OptimizerUpdate:
                     shard.master_weight_store.evict()
         all_gather.finish()
 
-    def _commit_or_roll_back_files(self, files: FileOffloadManager, shards: Sequence[FlatShard]) -> None:
-        failure = files.commit_or_roll_back([shard.host for shard in shards if shard.host is not None], self._context)
+    def _commit_or_roll_back_file_shards(self, file_manager: FileOffloadManager, shards: Sequence[FlatShard]) -> None:
+        failure = file_manager.commit_or_roll_back(
+            [shard.host for shard in shards if shard.host is not None], self._context
+        )
         if failure is None:
             return
-        all_gather = ParamAllGather()
+        all_gather = OverlappedParamAllGather()
         for shard in shards:
             if shard.master_weight_store.load():
                 shard.copy_master_weights_to_params()
             all_gather.add_shards([shard])
-            shard.master_weight_store.discard()
+            shard.master_weight_store.release()
         all_gather.finish()
-        folder = files.disk.folder
-        if files.commit_or_roll_back([], self._context) is not None:
+        folder = file_manager.disk.folder
+        if file_manager.commit_or_roll_back([], self._context) is not None:
             raise InputError(
                 f"Optimizer states in {folder} could not be read or written, and some weights are lost: {failure}.",
                 remedy="Resume from a checkpoint, and offload to another disk.",
@@ -114,12 +116,12 @@ class OptimizerUpdate:
             return
         slices = {id(p.value) for shard in shards for p in shard.slices if p.value.grad is not None}
         for optimizer in self._optimizers:
-            with restrict_to_params(optimizer, slices):
+            with restrict_optimizer_to_params(optimizer, slices):
                 if optimizer.param_groups:
                     optimizer.step()
 
 
-class ParamAllGather:
+class OverlappedParamAllGather:
     """All-gathers updated parameters while the next shards are still being copied to the device."""
 
     def __init__(self) -> None:
@@ -131,22 +133,22 @@ class ParamAllGather:
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_param_all_gather()))
-                self._finish_oldest_gathers(MAX_UPDATES_IN_FLIGHT)
+                self._wait_for_oldest_all_gathers(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
 
-    def _finish_oldest_gathers(self, max_in_flight: int) -> None:
+    def _wait_for_oldest_all_gathers(self, max_in_flight: int) -> None:
         while len(self._under_way) > max_in_flight:
             shard, values = self._under_way.popleft()
-            shard.copy_gathered_values_to_params(values.wait())
+            shard.copy_gathered_params(values.wait())
 
     def finish(self) -> None:
         """All-gather the remaining shards, and wait until all parameters of the model are up to date."""
         self.add_shards(())
-        self._finish_oldest_gathers(0)
+        self._wait_for_oldest_all_gathers(0)
 
 
 @contextmanager
-def restrict_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
+def restrict_optimizer_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
     """Make an optimizer update only the parameters whose ids are in ``param_ids``, inside a ``with`` block."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
@@ -171,19 +173,19 @@ def compute_sharded_grad_norm(
     shards: Sequence[FlatShard],
     metadata: ShardingMetadata,
     stage: int,
-    error: Exception | None = None,
+    local_error: Exception | None = None,
     param_ids: Collection[int] | None = None,
     *,
-    in_stage: bool = False,
+    within_stage: bool = False,
 ) -> Tensor:
     """Return the 2-norm of a model's sharded gradients, which is identical on all ranks.
 
     Communicates one all-reduce of four numbers over each axis.
 
     Args:
-        error: An error on this rank, which makes every rank raise.
+        local_error: An error on this rank, which makes every rank raise.
         param_ids: The ids of the parameters to include, or None to include all.
-        in_stage: Whether only the ranks of one pipeline stage call this function.
+        within_stage: Whether only the ranks of one pipeline stage call this function.
 
     Raises:
         ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
@@ -191,27 +193,27 @@ def compute_sharded_grad_norm(
     device = metadata.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
     edits = float(sum(shard.edits for shard in shards) % EDITS)
-    there[1:] += torch.tensor([float(error is not None), edits, edits**2], dtype=torch.float64)
-    for shard in shards if error is None else ():
-        total, found = here if shard.host is None else there, shard.reduced_gradients
+    there[1:] += torch.tensor([float(local_error is not None), edits, edits**2], dtype=torch.float64)
+    for shard in shards if local_error is None else ():
+        total, found = here if shard.host is None else there, shard.reduced_grads
         for p in shard.slices:
-            is_asked = shard.has_gradient_per_param[p.number] and (
-                param_ids is None or id(p.gradient.param) in param_ids
+            is_asked = shard.has_grad_per_param[p.param_index] and (
+                param_ids is None or id(p.grad_slot.param) in param_ids
             )
-            if found is not None and is_asked and _is_included_in_norm(p.gradient, metadata, stage):
+            if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, stage):
                 total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(metadata.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
-    axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
+    axes = [axis for axis in axes if not (within_stage and axis.name == "pipe")]
     for axis in axes:
         if axis.name in SHARED_GRADIENT_AXES:
             count *= axis.size
         else:
-            total, count = _flag_different_gradient_edits(total, count), 0
+            total, count = _flag_mismatched_grad_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
-    total = _flag_different_gradient_edits(total, count)
-    if error is not None:
-        raise error
+    total = _flag_mismatched_grad_edits(total, count)
+    if local_error is not None:
+        raise local_error
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
@@ -227,44 +229,53 @@ def compute_sharded_grad_norm(
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _flag_different_gradient_edits(total: Tensor, num_ranks: int) -> Tensor:
-    """Return ``total`` with an error flag if the ranks edited their gradients differently.
+def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int) -> Tensor:
+    """Return ``norm_and_edit_sums`` with an error flag if the ranks edited their gradients differently.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
-    differs = (num_ranks * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(num_ranks > 0)
-    return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
+    differs = (num_ranks * norm_and_edit_sums[3] - norm_and_edit_sums[2] ** 2).clamp(min=0.0, max=1.0) * float(
+        num_ranks > 0
+    )
+    return torch.stack(
+        [
+            norm_and_edit_sums[0],
+            norm_and_edit_sums[1] + EDITS_DIFFER * differs,
+            norm_and_edit_sums[2],
+            norm_and_edit_sums[3],
+        ]
+    )
 
 
-def _is_included_in_norm(gradient: GradientSlot, metadata: ShardingMetadata, stage: int) -> bool:
+def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadata, stage: int) -> bool:
     """Return whether this rank, of all ranks that store the same gradient, adds it to the gradient norm."""
-    reduction, context = gradient.entry.reduction, metadata.context
+    reduction, context = grad_slot.entry.reduction, metadata.context
     coords = context.coords
     if stage > 0:
         own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
     elif reduction.stages and coords["pipe"] != reduction.stages[0]:
         return False
     else:
-        cut = gradient.entry.spec.axes if gradient.is_shared else ()
+        cut = grad_slot.entry.spec.axes if grad_slot.is_shared else ()
         own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
     others = context.expand_views(context.grid.sizes) - context.expand_views(own)
     return all(coords[name] == 0 for name in others)
 
 
-def make_nonfinite_gradient_error(shards: Sequence[FlatShard], metadata: ShardingMetadata, norm: Tensor) -> InputError:
+def make_nonfinite_grad_error(shards: Sequence[FlatShard], metadata: ShardingMetadata, grad_norm: Tensor) -> InputError:
     """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
     order = {id(entry): number for number, entry in enumerate(metadata.entries)}
     found = [
         (order[id(p.entry)], metadata.context.rank, p.entry.name)
         for shard in shards
         for p in shard.slices
-        if shard.reduced_gradients is not None
-        and not bool(torch.isfinite(shard.reduced_gradients[p.shard_range]).all())
+        if shard.reduced_grads is not None and not bool(torch.isfinite(shard.reduced_grads[p.shard_range]).all())
     ]
     for axis in metadata.context.base_axes:
         found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} on rank {rank} is not finite (gradient norm {norm}), so the weights were not updated.",
+        f"The gradient of {name} on rank {rank} is not finite (gradient norm {grad_norm}), so the weights were not "
+        "updated.",
         remedy="Check the loss and the batch, and call optimizer.zero_grad(), or set on_nonfinite='skip'.",
     )

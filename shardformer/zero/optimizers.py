@@ -141,9 +141,9 @@ class LARS(Optimizer):
         return loss
 
 
-def _compute_trust_ratio(p: Tensor, update: Tensor) -> Tensor:
+def _compute_trust_ratio(param: Tensor, update: Tensor) -> Tensor:
     """Return the norm of a parameter divided by the norm of its update, or 1 if either norm is 0."""
-    long, short = p.norm(), update.norm()
+    long, short = param.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 
 
@@ -154,8 +154,8 @@ def _run_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
+def _check_positive(**options: float) -> None:
+    for name, value in options.items():
         if not value > 0:
             raise ConfigError(
                 f"{name} must be greater than 0, but got {value}.", remedy=f"Omit {name} to use the default."
@@ -170,7 +170,7 @@ def _create_test_matrices() -> list[Tensor]:
 
 
 @without_fake_tensors()
-def needs_full_matrices(optimizer: Optimizer) -> bool:
+def requires_full_matrices(optimizer: Optimizer) -> bool:
     """Return whether an optimizer computes different updates if it receives only slices of a matrix.
 
     To find out, the optimizer runs a few steps on small matrices, with the settings of each parameter group.
@@ -178,26 +178,26 @@ def needs_full_matrices(optimizer: Optimizer) -> bool:
     Raises:
         ConfigError: The optimizer fails on these matrices, or its update of one matrix depends on another matrix.
     """
-    return any([_group_needs_full_matrices(optimizer, group) for group in optimizer.param_groups])
+    return any([_group_requires_full_matrices(optimizer, group) for group in optimizer.param_groups])
 
 
-def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _group_requires_full_matrices(optimizer: Optimizer, param_group: dict[str, Any]) -> bool:
     (first, second), name = _create_test_matrices(), type(optimizer).__name__
     try:
-        together = _run_trial_steps(optimizer, group, [first, second])
-        again = _run_trial_steps(optimizer, group, [first, second])
-        alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
+        together = _run_trial_steps(optimizer, param_group, [first, second])
+        again = _run_trial_steps(optimizer, param_group, [first, second])
+        alone = _run_trial_steps(optimizer, param_group, [first]) + _run_trial_steps(optimizer, param_group, [second])
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}.",
             remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         ) from error
-    if (difference := _max_difference_of_lists(together, again)) >= BOUND:
+    if (difference := _max_abs_difference(together, again)) >= BOUND:
         raise ConfigError(
             f"{name} cannot be sharded, because its updates are random (two runs differ by {difference:.1e}).",
             remedy="Use another optimizer, such as AdamW, or train without ZeRO.",
         )
-    if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
+    if (difference := _max_abs_difference(together, alone)) >= BOUND:
         raise ConfigError(
             f"{name} cannot be sharded, because its update of one parameter depends on other parameters (difference: "
             f"{difference:.1e}).",
@@ -205,11 +205,11 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
         )
     try:
         slices = _run_trial_steps(
-            optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], full_matrices=[first]
+            optimizer, param_group, [first.flatten()[:CUT], first.flatten()[CUT:]], full_matrices=[first]
         )
     except Exception:  # some optimizers accept only matrices
         return True
-    return _max_difference_of_lists([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
+    return _max_abs_difference([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
 
 
 @without_fake_tensors()
@@ -223,47 +223,47 @@ def can_step_params_separately(optimizer: Optimizer) -> bool:
         return False
     values = _create_test_matrices()
     return all(
-        _max_difference_of_lists(
+        _max_abs_difference(
             _run_trial_steps(optimizer, group, values),
-            _run_trial_steps(optimizer, group, values, steps_params_separately=True),
+            _run_trial_steps(optimizer, group, values, step_separately=True),
         )
         == 0
         for group in optimizer.param_groups
     )
 
 
-def _max_difference_of_lists(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    return max(map(max_abs_difference, first, second))
+def _max_abs_difference(tensors: Sequence[Tensor], other_tensors: Sequence[Tensor]) -> float:
+    return max(map(max_abs_difference, tensors, other_tensors))
 
 
 def _run_trial_steps(
     optimizer: Optimizer,
-    group: dict[str, Any],
-    values: Sequence[Tensor],
+    param_group: dict[str, Any],
+    param_values: Sequence[Tensor],
     full_matrices: Sequence[Tensor] | None = None,
     *,
-    steps_params_separately: bool = False,
+    step_separately: bool = False,
 ) -> list[Tensor]:
     """Run a few steps of a copied optimizer on small test matrices, and return the updated matrices.
 
     Args:
-        full_matrices: The matrices of which ``values`` are slices. Slices of their gradients are used.
+        full_matrices: The matrices of which ``param_values`` are slices. Slices of their gradients are used.
     """
-    params = [nn.Parameter(value.clone()) for value in values]
-    tried = _copy_optimizer(optimizer, group, params)
+    params = [nn.Parameter(value.clone()) for value in param_values]
+    tried = _copy_optimizer(optimizer, param_group, params)
     for step in range(STEPS):
-        grads = [value.roll(step + 1, 0) / (step + 2) for value in full_matrices or values]
+        grads = [value.roll(step + 1, 0) / (step + 2) for value in full_matrices or param_values]
         if full_matrices is not None:
-            grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
+            grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in param_values]))
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        for turn in [[param] for param in params] if steps_params_separately else [params]:
+        for turn in [[param] for param in params] if step_separately else [params]:
             tried.param_groups[0]["params"] = turn
             tried.step()
     return [param.detach() for param in params]
 
 
-def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+def _copy_optimizer(optimizer: Optimizer, param_group: dict[str, Any], params: list[nn.Parameter]) -> Any:
     """Copy an optimizer without its state and hooks, and use other parameters in the copy.
 
     Instance attributes that replace methods are dropped, because a scheduler's ``step`` would step the original.
@@ -272,25 +272,29 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn
     own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
     tried: Any = object.__new__(kind)
-    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}  # lr may be a tensor on a GPU
+    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in param_group.items()}  # lr may be a tensor on a GPU
     if "capturable" in here:
         here["capturable"] = False  # not supported on the CPU; does not change the result
     tried.__dict__.update(own, param_groups=[{**here, "params": params}], state=defaultdict(dict), **hooks)
     for param in params:
-        if state := get_initial_optimizer_state(optimizer, group, param):
+        if state := get_initial_optimizer_state(optimizer, param_group, param):
             tried.state[param] = state
     return tried
 
 
-def compute_state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    param = nn.Parameter(value.clone())
+def compute_state_after_one_step(
+    optimizer: Optimizer, param_group: dict[str, Any], param_value: Tensor
+) -> dict[str, Any]:
+    param = nn.Parameter(param_value.clone())
     param.grad = torch.ones_like(param)
-    tried = _copy_optimizer(optimizer, group, [param])
+    tried = _copy_optimizer(optimizer, param_group, [param])
     tried.step()
     return dict(tried.state[param])
 
 
-def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
+def estimate_optimizer_state_bytes(
+    optimizer: Optimizer, param_group: dict[str, Any], param: Tensor, itemsize: int = 0
+) -> float:
     """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
 
     Args:
@@ -298,7 +302,7 @@ def estimate_state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Ten
     """
     small = [min(n, 4) for n in param.shape]
     with without_fake_tensors():
-        state = compute_state_after_step(optimizer, group, torch.zeros(small))
+        state = compute_state_after_one_step(optimizer, param_group, torch.zeros(small))
     found = 0.0
     for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]

@@ -27,7 +27,7 @@ from shardformer.consistency.ddp_and_fsdp_guards import (
     check_not_in_ddp,
     install_wrapper_guards,
 )
-from shardformer.consistency.initial_weights import differs_across_ranks
+from shardformer.consistency.initial_weights import is_different_across_ranks
 from shardformer.consistency.rank_divergence import (
     MONITOR_PATCHES,
     check_gradients_before_step,
@@ -39,7 +39,7 @@ from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors, hide_packed_weights
+from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors, unregister_packed_parameters
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -48,8 +48,8 @@ from shardformer.layout.sharding_metadata import (
     check_is_module,
     find_parameter_view,
     get_gradient_reduction,
-    group_by_metadata,
     group_overlapping_tensors,
+    group_params_by_metadata,
 )
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_disk_space
@@ -61,28 +61,32 @@ from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.memory_estimate import check_free_memory_option
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizer_state_view import STATE_PATCHES, get_zero_optimizer
-from shardformer.zero.optimizers import can_step_params_separately, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.optimizers import (
+    can_step_params_separately,
+    estimate_optimizer_state_bytes,
+    requires_full_matrices,
+)
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ACTION = "train with these optimizers"
 
 
-def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
+def _format_options_per_line(optimizers_and_options: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
     """Format the options and optimizer classes as lines of text that can be compared between ranks."""
-    optimizers, options = settings
+    optimizers, options = optimizers_and_options
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
 
 def check_zero_support(
-    model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, metadata: ShardingMetadata
+    model: nn.Module, optimizers: Sequence[Optimizer], zero_options: ZeroOptions, metadata: ShardingMetadata
 ) -> None:
-    check_optimizers(optimizers, metadata)
-    check_params_share_no_memory(model, metadata)
-    check_free_memory_option(options, metadata.context.device)
-    check_file_offload(options, optimizers, metadata)
+    check_optimizer_params(optimizers, metadata)
+    check_no_shared_param_memory(model, metadata)
+    check_free_memory_option(zero_options, metadata.context.device)
+    check_file_offload_support(zero_options, optimizers, metadata)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
+def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
     """Raise ConfigError if two optimizers contain the same parameter, or one that is not in the model."""
     if metadata.gradient_owner is not None:
         raise ConfigError(
@@ -106,7 +110,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], metadata: ShardingMetadata
         seen |= {id(p) for p in given}
 
 
-def check_params_share_no_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
+def check_no_shared_param_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in metadata.entries if has_data(entry.param)]
     if group := next(iter(group_overlapping_tensors(params)), None):
@@ -123,9 +127,11 @@ def check_params_share_no_memory(model: nn.Module, metadata: ShardingMetadata) -
         )
 
 
-def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
+def check_file_offload_support(
+    zero_options: ZeroOptions, optimizers: Sequence[Optimizer], metadata: ShardingMetadata
+) -> None:
     """Raise ConfigError if optimizers do not support offload to files, or if their states do not fit on the disk."""
-    if (folder := settings.offload.folder) is None:
+    if (folder := zero_options.offload.folder) is None:
         return
     if not all(map(can_step_params_separately, optimizers)):
         names = ", ".join(type(o).__name__ for o in optimizers)
@@ -134,13 +140,15 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], m
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
     reducers = [reducer for reducer in metadata.reducers if isinstance(reducer, GradientReducer)]
-    ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if settings.stage > 0}
+    ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if zero_options.stage > 0}
     size = 0.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 wide = torch.promote_types(p.dtype, torch.float32).itemsize
-                size += (p.numel() * wide + estimate_state_bytes(optimizer, group, p, wide)) / ranks.get(id(p), 1)
+                size += (p.numel() * wide + estimate_optimizer_state_bytes(optimizer, group, p, wide)) / ranks.get(
+                    id(p), 1
+                )
     try:
         check_disk_space(folder, 2 * round(size))
     except OSError as error:
@@ -154,7 +162,7 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], m
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def get_or_create_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
+def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
     """Return the sharding metadata of a model, and create it first if the model is not sharded.
 
     Raises:
@@ -194,12 +202,12 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     packed = [
         compute_numel_and_hash(t) for weight in find_packed_weights(model).values() for t in get_packed_tensors(weight)
     ]
-    if context.data.size > 1 and differs_across_ranks(packed, context.data):
+    if context.data.size > 1 and is_different_across_ranks(packed, context.data):
         raise ConfigError(
             f"The quantized weights of {type(model).__name__} differ between ranks.",
             remedy="Load the same model with the same quantization config on all ranks.",
         )
-    hide_packed_weights(model)
+    unregister_packed_parameters(model)
     table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
@@ -215,13 +223,13 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     if context.data.size > 1:
         install_wrapper_guards(model, context)
 
-    def check_before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check_forward_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_not_in_ddp(model, context)
         check_no_new_parameters(model, table)
         for reducer in table.reducers:
             reducer.prepare_for_backward()
 
-    register_forward_hooks(model, HookOrder.CHECKS, check_before_forward)
+    register_forward_hooks(model, HookOrder.CHECKS, check_forward_pre_hook)
     return table
 
 
@@ -273,9 +281,9 @@ def shard_optimizer(
     Raises:
         ConfigError: A combination of arguments is not supported.
     """
-    table = get_or_create_metadata(model, context)
+    table = get_or_create_sharding_metadata(model, context)
 
-    def make_options() -> tuple[list[Optimizer], ZeroOptions]:
+    def make_optimizers_and_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
         places = OffloadConfig.from_argument(offload, optimizers)
         dtypes, steps = MixedPrecision.from_value(precision), (max_grad_norm, on_nonfinite)
@@ -283,7 +291,7 @@ def shard_optimizer(
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
-    checked = run_and_compare_across_ranks(table.context, make_options, _format_options_per_line, ACTION)
+    checked = run_and_compare_across_ranks(table.context, make_optimizers_and_options, _format_options_per_line, ACTION)
     return ZeroOptimizer(model, table, *checked)
 
 
@@ -296,10 +304,14 @@ def _install_grad_scaler_patch() -> Undo:
     return replace_attribute(scaler, name, _patch_unscale_grads(getattr(scaler, name)))
 
 
-def _patch_unscale_grads(original: Any) -> Any:
-    @wraps(original)
-    def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+def _patch_unscale_grads(original_unscale_grads: Any) -> Any:
+    @wraps(original_unscale_grads)
+    def unscale_grads(
+        grad_scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Any:
+        found: dict[torch.device, Tensor] = original_unscale_grads(
+            grad_scaler, optimizer, inv_scale, found_inf, allow_fp16
+        )
         for state in get_metadata_of_trained_models(optimizer):
             axes = [axis for axis in state.context.base_axes if axis.size > 1]
             worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
@@ -310,10 +322,10 @@ def _patch_unscale_grads(original: Any) -> Any:
                 x.copy_(worst)
         return found
 
-    return unscale
+    return unscale_grads
 
 
-def _check_optimizer_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _optimizer_step_pre_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := get_zero_optimizer(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
@@ -326,13 +338,13 @@ def _check_optimizer_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True
-    entries_of_models = group_by_metadata(p for group in optimizer.param_groups for p in group["params"])
+    entries_of_models = group_params_by_metadata(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_data(entries[0].param):
         return
     try:
-        reason = "the optimizer needs full parameters" if needs_full_matrices(optimizer) else None
+        reason = "the optimizer needs full parameters" if requires_full_matrices(optimizer) else None
     except ConfigError as error:
         reason = error.what
     if reason is not None:
@@ -355,7 +367,7 @@ TRAINING_PATCHES: Mapping[Patch, Apply] = {
         "torch.optim.Optimizer: global hook before step()",
         "shardformer.zero.shard_optimizer",
         "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
-    ): lambda: register_optimizer_step_pre_hook(_check_optimizer_before_step).remove,
+    ): lambda: register_optimizer_step_pre_hook(_optimizer_step_pre_hook).remove,
     **MONITOR_PATCHES,
 }
 """All patches of torch's gradient clipping, gradient scaler and optimizers."""

@@ -51,14 +51,14 @@ class UngatheredParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
-            func in _get_conversion_methods()
+            func in _get_tensor_conversion_methods()
             and isinstance(args[0], UngatheredParameter)
-            and _keeps_device_and_dtype(func, *args, **kwargs)
+            and _preserves_device_and_dtype(func, *args, **kwargs)
         ):
             return args[0]
         if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None
-        if func not in _get_functions_without_gather():
+        if func not in _get_functions_without_unshard():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
@@ -70,15 +70,15 @@ class UngatheredParameter(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
 
-def _keeps_device_and_dtype(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _preserves_device_and_dtype(conversion_fn: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Return whether a conversion, such as ``param.to(device)``, keeps the parameter's device and dtype."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        return convert(probe, *args, **kwargs) is probe
+        return conversion_fn(probe, *args, **kwargs) is probe
 
 
-def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
+def gather_groups_of_params(params: Iterable[nn.Parameter]) -> None:
     """Gather all parameters that an operation, such as a compiled layer, is about to read."""
     absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
     if absent:
@@ -86,7 +86,7 @@ def gather_param_groups(params: Iterable[nn.Parameter]) -> None:
 
 
 @cache
-def _get_functions_without_gather() -> frozenset[Any]:
+def _get_functions_without_unshard() -> frozenset[Any]:
     """Return the torch functions that work on a parameter whose values are not gathered."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
@@ -105,14 +105,14 @@ def _get_functions_without_gather() -> frozenset[Any]:
 
 
 @cache
-def _get_conversion_methods() -> frozenset[Any]:
+def _get_tensor_conversion_methods() -> frozenset[Any]:
     """Return the tensor conversion methods, such as ``to``, that return the tensor itself if nothing changes."""
     names = "to cpu cuda float double half bfloat16"
     return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
 
 @cache
-def get_ungathered_class(param_class: Any) -> Any:
+def get_ungathered_param_class(param_class: Any) -> Any:
     """Return the subclass of ``param_class`` for parameters that are not gathered."""
     if issubclass(param_class, UngatheredParameter):
         return param_class
@@ -121,7 +121,7 @@ def get_ungathered_class(param_class: Any) -> Any:
     return type(f"Ungathered{param_class.__name__}", (UngatheredParameter, param_class), {})
 
 
-def get_gathered_class(param_class: Any) -> Any:
+def get_gathered_param_class(param_class: Any) -> Any:
     if not issubclass(param_class, UngatheredParameter):
         return param_class
     return nn.Parameter if param_class is UngatheredParameter else param_class.__bases__[1]
@@ -152,9 +152,9 @@ class Stage3ParamGroup:
 
     on_read: Callable[[Sequence[Stage3ParamGroup]], None]
 
-    def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
-        self.index, self.name, self.params = index, name, list(params)
-        self.is_layer = name.rpartition(".")[2].isdecimal()
+    def __init__(self, group_index: int, module_name: str, params: Sequence[nn.Parameter]) -> None:
+        self.index, self.name, self.params = group_index, module_name, list(params)
+        self.is_layer = module_name.rpartition(".")[2].isdecimal()
         self.shards: list[FlatShard] = []
         self.bases: list[Tensor] = []  # gathered tensors. The parameters are views of them
         self.where: dict[int, tuple[Stage3ParamGroup, int]] = {}
@@ -169,7 +169,7 @@ class Stage3ParamGroup:
         """Start copying offloaded shards of the parameters to the device, so that ``unshard`` can gather them."""
         if not self.is_gathered and not self._pending:
             for shard in self.shards:
-                shard.fetch_parameters()
+                shard.prefetch_params_to_device()
 
     @_without_inference_mode
     def unshard(self) -> None:
@@ -188,16 +188,16 @@ class Stage3ParamGroup:
             self._register_base_tensor(full)
             for gradient, place in zip(shard.gradient_slots, shard.places, strict=True):
                 param: Any = gradient.param
-                param.__class__ = get_gathered_class(type(param))
+                param.__class__ = get_gathered_param_class(type(param))
                 param.data = gradient.view_in_bucket(full[place])
                 if gradient.is_shared:
                     self._register_base_tensor(param.data)
         self._pending, self.is_gathered = [], True
         self._versions = [param._version for param in self.params]
 
-    def _register_base_tensor(self, values: Tensor) -> None:
-        self.where[get_storage_id(values)] = self, len(self.bases)
-        self.bases.append(values)
+    def _register_base_tensor(self, base_tensor: Tensor) -> None:
+        self.where[get_storage_id(base_tensor)] = self, len(self.bases)
+        self.bases.append(base_tensor)
 
     def reshard(self) -> None:
         """Free the full parameters, so that this rank stores only its shards of them."""
@@ -205,7 +205,7 @@ class Stage3ParamGroup:
             pending.wait()  # the all-gather was started on all ranks but not used
         self._pending = []
         for shard in self.shards:
-            shard.release_fetched_parameters()
+            shard.release_prefetched_params()
         if not self.is_gathered:
             return
         self.is_gathered = False
@@ -232,7 +232,7 @@ class Stage3ParamGroup:
                 param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
                 param.__dict__[GROUP_ATTRIBUTE] = self
                 kind: Any = type(param)
-                param.__class__ = get_ungathered_class(kind)
+                param.__class__ = get_ungathered_param_class(kind)
 
 
 def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
@@ -243,7 +243,7 @@ def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter
     on all ranks. A shared parameter is in the first group that contains it.
     """
     total = sum(p.numel() for p in model.parameters())
-    layers = dict(_iterate_layers(model, "", total))
+    layers = dict(_iter_layers(model, "", total))
     seen: set[int] = set()
     units: list[tuple[str, list[nn.Parameter]]] = []
     is_open = False  # whether the last group can take more small modules
@@ -268,15 +268,15 @@ def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter
     return units
 
 
-def _iterate_layers(module: nn.Module, path: str, model_numel: int) -> Iterator[tuple[str, nn.Module]]:
+def _iter_layers(module: nn.Module, module_path: str, model_numel: int) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        at = f"{path}.{name}".lstrip(".")
+        at = f"{module_path}.{name}".lstrip(".")
         if not isinstance(child, (nn.ModuleList, nn.Sequential)) or len(child) < 2:
-            yield from _iterate_layers(child, at, model_numel)
+            yield from _iter_layers(child, at, model_numel)
             continue
         for number, element in child.named_children():
             size = sum(p.numel() for p in element.parameters())
-            inner = list(_iterate_layers(element, f"{at}.{number}", model_numel)) if size > LARGE * model_numel else []
+            inner = list(_iter_layers(element, f"{at}.{number}", model_numel)) if size > LARGE * model_numel else []
             if inner:
                 yield from inner
             elif size:
@@ -307,7 +307,7 @@ class GatherBufferPool:
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def acquire_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
         if not 0 < MIN_FILL * self._size <= size <= self._size or not has_data(torch.empty(0)):
             return torch.empty(numel, dtype=dtype, device=device)
@@ -319,9 +319,9 @@ class GatherBufferPool:
         self._lent[get_storage_id(found)] = found
         return found[:size].view(dtype)
 
-    def return_buffer(self, address: int) -> None:
+    def return_buffer(self, storage_address: int) -> None:
         """Return the buffer at a memory address (see ``get_storage_id``) to the pool."""
-        chunk = self._lent.pop(address, None)
+        chunk = self._lent.pop(storage_address, None)
         if (
             chunk is not None
             and len(self._free) < MAX_FREE_BUFFERS
@@ -341,18 +341,18 @@ class UnshardedGroupCache(list[Stage3ParamGroup]):
 
     max_bytes: float = 0.0
 
-    def add_and_evict(self, group: Stage3ParamGroup) -> list[Stage3ParamGroup]:
+    def add_and_evict(self, param_group: Stage3ParamGroup) -> list[Stage3ParamGroup]:
         """Add a group to the cache, and return the groups that no longer fit, in the same order on all ranks."""
-        if group in self:
-            self.remove(group)
-        self.append(group)
+        if param_group in self:
+            self.remove(param_group)
+        self.append(param_group)
         evicted = []
         while sum(each.size for each in self) > self.max_bytes:
             evicted.append(self.pop(0))
         return evicted
 
 
-class ParamGroupReducer(PausableReducer):
+class ParamGroupGradReducer(PausableReducer):
     """Reduces the gradients of ZeRO-3 parameter groups, one group at a time.
 
     Args:
@@ -365,33 +365,38 @@ class ParamGroupReducer(PausableReducer):
 
     def __init__(
         self,
-        units: Sequence[Stage3ParamGroup],
-        buckets: Mapping[int, Sequence[GradientBucket]],
-        end: ReduceScatterToShards,
-        arrived: Callable[[Stage3ParamGroup], None],
-        entries: Sequence[ParamEntry],
+        param_groups: Sequence[Stage3ParamGroup],
+        buckets_by_group: Mapping[int, Sequence[GradientBucket]],
+        reduce_scatter: ReduceScatterToShards,
+        on_grad_arrival: Callable[[Stage3ParamGroup], None],
+        param_entries: Sequence[ParamEntry],
         *,
-        overlaps: bool = True,
-        memory: GatherBufferPool | None = None,
+        overlap: bool = True,
+        buffer_pool: GatherBufferPool | None = None,
     ) -> None:
-        self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
-        self._overlaps, self._memory = overlaps, memory
-        self._frozen = [entry for entry in entries if not entry.param.requires_grad]
+        self._units, self._buckets, self._end, self._arrived = (
+            param_groups,
+            buckets_by_group,
+            reduce_scatter,
+            on_grad_arrival,
+        )
+        self._overlaps, self._memory = overlap, buffer_pool
+        self._frozen = [entry for entry in param_entries if not entry.param.requires_grad]
         self._under_way: list[GradientBucket] = []
         self.sent: set[int] = set()
         self.is_sealed = False  # whether a group that was sent may receive no further gradients
         for gradient in self._iterate_gradient_slots():
-            self._register_gradient_hooks(gradient)
+            self._register_grad_hooks(gradient)
 
     def _iterate_gradient_slots(self) -> Iterator[GradientSlot]:
         return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-    def _before_accumulation(self, gradient: GradientSlot, grad: Tensor) -> None:
-        self._end.get_gradient_scale(gradient)
+    def _grad_hook(self, gradient: GradientSlot, grad: Tensor) -> None:
+        self._end.get_grad_scale(gradient)
 
-    def _after_accumulation(self, gradient: GradientSlot) -> None:
+    def _post_accumulate_grad_hook(self, gradient: GradientSlot) -> None:
         unit: Stage3ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
-        gradient.changed = gradient.arrived = True
+        gradient.has_changed = gradient.has_arrived = True
         if gradient.is_sparse:
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
@@ -402,30 +407,36 @@ class ParamGroupReducer(PausableReducer):
             )
         self._arrived(unit)
 
-    def is_complete(self, group: Stage3ParamGroup) -> bool:
+    def has_all_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
         """Return whether a parameter group has all gradients on this rank, and none of them has been reduced yet."""
-        found = self._buckets.get(group.index, ())
-        return bool(found) and group.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
-
-    def has_unreduced_gradients(self, group: Stage3ParamGroup) -> bool:
-        """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
-        return any(
-            gradient.is_unreduced for bucket in self._buckets.get(group.index, ()) for gradient in bucket.gradients
+        found = self._buckets.get(param_group.index, ())
+        return (
+            bool(found)
+            and param_group.index not in self.sent
+            and all(g.has_arrived for b in found for g in b.gradients)
         )
 
-    def start_group_reduction(self, group: Stage3ParamGroup) -> None:
+    def has_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
+        """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
+        return any(
+            gradient.is_unreduced
+            for bucket in self._buckets.get(param_group.index, ())
+            for gradient in bucket.gradients
+        )
+
+    def start_group_reduction(self, param_group: Stage3ParamGroup) -> None:
         """Start reducing the gradients of a parameter group over ranks.
 
         All ranks must call this method for the same groups in the same order. Communicates one reduce-scatter for each
         bucket.
         """
         self.wait_for_reduction()
-        self.sent.add(group.index)
-        self._under_way = list(self._buckets.get(group.index, ()))
+        self.sent.add(param_group.index)
+        self._under_way = list(self._buckets.get(param_group.index, ()))
         for bucket in self._under_way:
             self._end.start_reduction(bucket)
             for gradient in bucket.gradients:
-                gradient.changed = False
+                gradient.has_changed = False
         if not self._overlaps:
             self.wait_for_reduction()
 
@@ -445,7 +456,7 @@ class ParamGroupReducer(PausableReducer):
         self.wait_for_reduction()
         self.sent = set()
         for gradient in self._iterate_gradient_slots():
-            gradient.arrived = False
+            gradient.has_arrived = False
         self._end.on_backward_end()
 
     def start_reduction(self) -> None:
@@ -474,9 +485,9 @@ class ParamGroupReducer(PausableReducer):
 class SavedParamView:
     """A reference to a gathered tensor, which autograd saves for the backward pass instead of the tensor."""
 
-    run: int
-    unit: Stage3ParamGroup
+    forward_pass_index: int
+    param_group: Stage3ParamGroup
     param: nn.Parameter | None
-    base: int
-    layout: tuple[Any, ...]
+    base_index: int
+    view_layout: tuple[Any, ...]
     version: int

@@ -26,28 +26,33 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMet
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileOffloadManager, FileShard
 from shardformer.offload.host import HostOffloadManager
-from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
+from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions
-from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_gradient_error
-from shardformer.zero.memory_estimate import DevicePlacement, MemoryEstimate, format_memory_report, measure_memory
+from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_grad_error
+from shardformer.zero.memory_estimate import (
+    DevicePlacementManager,
+    MemoryEstimate,
+    format_memory_report,
+    measure_memory,
+)
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     OptimizerStateView,
-    ZeroGradMethod,
+    PatchedZeroGrad,
     attach_zero_optimizer,
-    get_state_coordinates,
+    get_optimizer_state_coords,
     load_state_dict_in_place,
-    rollback_on_error,
+    rollback_optimizers_on_error,
 )
 from shardformer.zero.optimizer_step import (
-    OptimizerUpdate,
-    ParamAllGather,
+    OverlappedParamAllGather,
+    ShardedParamUpdater,
     compute_sharded_grad_norm,
-    make_nonfinite_gradient_error,
+    make_nonfinite_grad_error,
 )
-from shardformer.zero.optimizers import estimate_state_bytes, needs_full_matrices
-from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
+from shardformer.zero.optimizers import estimate_optimizer_state_bytes, requires_full_matrices
+from shardformer.zero.stage3_gather_schedule import ParamGatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import Stage3ParamGroup
 
 
@@ -61,9 +66,9 @@ def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards
                 remedy="Replace it before you call shard_optimizer.",
             )
         if entry.param.grad is not None:
-            raise make_assigned_gradient_error(entry.name)
+            raise make_assigned_grad_error(entry.name)
     for shard in shards:
-        if moved := shard.find_param_with_moved_memory():
+        if moved := shard.find_reallocated_param():
             raise ConfigError(
                 f"The memory of {moved} was replaced after shard_optimizer was called (p.data = ..., model.to(...)).",
                 remedy="Use p.copy_(values) under torch.no_grad(), or move the model before you call shard_optimizer.",
@@ -86,45 +91,45 @@ class ZeroOptimizer(Optimizer):
     is_stepping = False
 
     def __init__(
-        self, model: nn.Module, table: ShardingMetadata, optimizers: Sequence[Optimizer], settings: ZeroOptions
+        self, model: nn.Module, metadata: ShardingMetadata, optimizers: Sequence[Optimizer], zero_options: ZeroOptions
     ) -> None:
-        self.inner, self._model, self.table, self._settings = list(optimizers), model, table, settings
-        self._stage, self._precision = settings.stage, settings.precision
-        device, offload = table.context.device, settings.offload
+        self.inner, self._model, self.table, self._settings = list(optimizers), model, metadata, zero_options
+        self._stage, self._precision = zero_options.stage, zero_options.precision
+        device, offload = metadata.context.device, zero_options.offload
         where = FileOffloadManager if offload.folder is not None else HostOffloadManager
-        self._host = where(offload, device, overlaps=settings.overlap) if offload.to is not None else None
+        self._host = where(offload, device, overlap=zero_options.overlap) if offload.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
-        self._scheduler: GatherScheduler | None = None
+        self._scheduler: ParamGatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
         self._end = kind(
-            self._accumulate_reduced_gradients,
+            self._accumulate_reduced_grads,
             self._check_loss_is_scaled,
-            self._apply_user_gradient_edit,
-            self._set_param_gradients,
+            self._apply_user_grad_edit,
+            self._set_param_grads,
         )
         full_params = {
-            id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
+            id(p) for o in optimizers if requires_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
         self.shards = self._create_shards(full_params)
         if self._precision.dtype is not None:  # after the master weights were copied from the original values
-            for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
+            for param in (entry.param for entry in metadata.entries if entry.param.is_floating_point()):
                 if param.dtype != self._precision.dtype:
                     param.data = param.data.to(self._precision.dtype)
-            accept_fp32_inputs(model)
+            enable_fp32_inputs(model)
         self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
         self._by_bucket = {id(shard.gradient_slots): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradient_slots)}
-        self._replace_parameters_with_slices()
+        self._replace_params_with_slices()
         last_first = self.shards if self._scheduler is not None else self.shards[::-1]
         offloaded = [shard for shard in last_first if shard.host is not None]
         unsharded_cache = self._scheduler.unsharded_cache if self._scheduler is not None else None
-        self._placement = DevicePlacement(settings, offloaded, unsharded_cache, self.inner, table.context)
-        seeds = {id(entry): number for number, entry in enumerate(table.entries)}
+        self._placement = DevicePlacementManager(zero_options, offloaded, unsharded_cache, self.inner, metadata.context)
+        seeds = {id(entry): number for number, entry in enumerate(metadata.entries)}
         for shard in self.shards:
             shard.enable_stochastic_rounding(seeds)
-        self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
+        self._update = ShardedParamUpdater(self.inner, self.shards, self._host, metadata.context)
         if isinstance(self._host, FileOffloadManager):
             self._move_states_to_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
@@ -132,9 +137,9 @@ class ZeroOptimizer(Optimizer):
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
         self._is_initialized = True
         self._state = OptimizerStateView(self.inner, self.shards)
-        table.gradient_owner = self
-        self.__dict__[METADATA_ATTRIBUTE] = table
-        model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
+        metadata.gradient_owner = self
+        self.__dict__[METADATA_ATTRIBUTE] = metadata
+        model.__dict__["zero_grad"] = PatchedZeroGrad(model, self)
         for optimizer in self.inner:
             attach_zero_optimizer(optimizer, self)
 
@@ -174,14 +179,14 @@ class ZeroOptimizer(Optimizer):
         if self._is_initialized:
             self.state.clear()
 
-    def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
+    def _create_shards(self, full_param_ids: Collection[int]) -> list[FlatShard]:
         """Create a shard for each gradient bucket, and for the parameters whose gradients are not reduced."""
         table = self.table
-        held = {id(gradient.param) for reducer in self._get_gradient_reducers() for gradient in reducer.gradients}
+        held = {id(gradient.param) for reducer in self._get_grad_reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
         assign_gradient_owners(
-            [g for reducer in self._get_gradient_reducers() for g in reducer.gradients], full_params, table.context
+            [g for reducer in self._get_grad_reducers() for g in reducer.gradients], full_param_ids, table.context
         )
         shards: list[FlatShard] = []
         if self._stage == 3:
@@ -191,16 +196,18 @@ class ZeroOptimizer(Optimizer):
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
         found = [
             bucket
-            for r in self._get_gradient_reducers()
+            for r in self._get_grad_reducers()
             for bucket in r.switch_to_sharded_reduction(self._end, dtype, size, overlap)
         ]
         narrow, rounding = self._precision.dtype, self._precision.rounding
-        return shards + [FlatShard(each, narrow, axis=axis, host=self._host, rounding=rounding) for each in found]
+        return shards + [
+            FlatShard(each, narrow, axis=axis, host_manager=self._host, rounding_mode=rounding) for each in found
+        ]
 
-    def _get_gradient_reducers(self) -> list[GradientReducer]:
+    def _get_grad_reducers(self) -> list[GradientReducer]:
         return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _move_states_to_files(self, files: FileOffloadManager) -> None:
+    def _move_states_to_files(self, file_manager: FileOffloadManager) -> None:
         """Move this rank's master weights and optimizer states to a file.
 
         Raises:
@@ -208,33 +215,35 @@ class ZeroOptimizer(Optimizer):
         """
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
-        def states(value: Tensor) -> dict[str, Any]:
-            return held[id(value)][0].state[value] if id(value) in held else {}
+        def get_param_state(param: Tensor) -> dict[str, Any]:
+            return held[id(param)][0].state[param] if id(param) in held else {}
 
         parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
             expected = sum(
-                estimate_state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held
+                estimate_optimizer_state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held
             )
-            part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
-        if failure := files.commit_or_roll_back([part for _, part in parts], self.table.context):
+            part.set_param_slices([(p.value, p.shard_range) for p in shard.slices], get_param_state, round(expected))
+        if failure := file_manager.commit_or_roll_back([part for _, part in parts], self.table.context):
             raise ConfigError(
-                f"Optimizer states cannot be offloaded to files in {files.disk.folder!r}: {failure}.",
+                f"Optimizer states cannot be offloaded to files in {file_manager.disk.folder!r}: {failure}.",
                 remedy="Use a directory with enough free space. shardformer.estimate_memory returns the size.",
             )
 
-    def _accumulate_reduced_gradients(self, bucket: GradientBucket, reduced: Tensor, gradient_counts: Tensor) -> None:
-        self._by_bucket[id(bucket.gradients)].receive(reduced, gradient_counts, self._precision.scale)
+    def _accumulate_reduced_grads(self, bucket: GradientBucket, reduced_grads: Tensor, grad_counts: Tensor) -> None:
+        self._by_bucket[id(bucket.gradients)].accumulate_reduced_grads(
+            reduced_grads, grad_counts, self._precision.scale
+        )
 
-    def _apply_user_gradient_edit(self, gradient: GradientSlot) -> None:
-        shard, number = self._places[id(gradient)]
-        shard.apply_user_gradient_edit(number)
+    def _apply_user_grad_edit(self, grad_slot: GradientSlot) -> None:
+        shard, number = self._places[id(grad_slot)]
+        shard.apply_user_grad_edit(number)
 
-    def _set_param_gradients(self) -> None:
+    def _set_param_grads(self) -> None:
         for shard in self.shards:
-            shard.set_param_gradients()
+            shard.set_param_grads()
 
-    def _replace_parameters_with_slices(self) -> None:
+    def _replace_params_with_slices(self) -> None:
         """Make the wrapped optimizers update this rank's slices of the parameters.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
@@ -243,11 +252,11 @@ class ZeroOptimizer(Optimizer):
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradient_slots):
                 param: Any = gradient.param
-                found = [p for p in shard.slices if p.number == number]
+                found = [p for p in shard.slices if p.param_index == number]
                 slices.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
-                        cut = shard.shard_optimizer_state(number, state)
+                        cut = shard.shard_param_optimizer_state(number, state)
                         optimizer.state.update({p.value: cut for p in found})
         for optimizer in self.inner:
             for group in optimizer.param_groups:
@@ -266,61 +275,63 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.reduce_pending_gradients()
-        problem = self._apply_gradient_edits()
+        self.reduce_pending_grads()
+        problem = self._apply_grad_edits()
         for shard in self.shards if problem is None else ():
-            shard.copy_written_params_to_shard()
-        if self._check_and_clip_gradients(problem):
+            shard.copy_modified_params_to_shard()
+        if self._check_and_clip_grads(problem):
             if self._scheduler is not None:
-                self._scheduler.free_gathered_parameters()
+                self._scheduler.free_gathered_params()
             with self._set_flag_temporarily("is_stepping"):
                 self._update.update_params()
-            self._placement.after_step()
-        self._set_param_gradients()
+            self._placement.fill_free_device_memory()
+        self._set_param_grads()
         return loss
 
-    def _apply_gradient_edits(self) -> Exception | None:
+    def _apply_grad_edits(self) -> Exception | None:
         """Apply the user's changes of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradient_slots)):
-                    shard.apply_user_gradient_edit(number)
+                    shard.apply_user_grad_edit(number)
             check_params_unmodified(self._model, self.table, self.shards)
         except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
 
-    def _check_and_clip_gradients(self, error: Exception | None) -> bool:
+    def _check_and_clip_grads(self, local_error: Exception | None) -> bool:
         """Compute the gradient norm, clip the gradients, and return whether the optimizer should step.
 
         Raises:
             InputError: A gradient is not finite, and ``on_nonfinite`` is "raise".
-            Exception: ``error`` is raised on this rank, and a ConfigError on other ranks.
+            Exception: ``local_error`` is raised on this rank, and a ConfigError on other ranks.
         """
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            self._get_grad_norm(error, ())  # raises on all ranks if one has an error
+            self._get_grad_norm(local_error, ())  # raises on all ranks if one has an error
             return True
-        self.grad_norm = self._get_grad_norm(error)
+        self.grad_norm = self._get_grad_norm(local_error)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true_or_unknown(
             torch.isfinite(self.grad_norm)
         )
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise make_nonfinite_gradient_error(self.shards, self.table, self.grad_norm)
+            raise make_nonfinite_grad_error(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
-            self._clip_gradients(rules.max_grad_norm)
+            self._clip_grads(rules.max_grad_norm)
         return is_finite
 
     def _get_grad_norm(
-        self, error: Exception | None, param_ids: Collection[int] | None = None, *, in_stage: bool = False
+        self, local_error: Exception | None, param_ids: Collection[int] | None = None, *, within_stage: bool = False
     ) -> Tensor:
-        return compute_sharded_grad_norm(self.shards, self.table, self._stage, error, param_ids, in_stage=in_stage)
+        return compute_sharded_grad_norm(
+            self.shards, self.table, self._stage, local_error, param_ids, within_stage=within_stage
+        )
 
-    def reduce_pending_gradients(self) -> None:
+    def reduce_pending_grads(self) -> None:
         """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
@@ -338,7 +349,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.grad_norm = self.compute_grad_norm(None, norm_type)
         if not error_if_nonfinite or is_true_or_unknown(torch.isfinite(self.grad_norm)):
-            self._clip_gradients(max_norm)
+            self._clip_grads(max_norm)
         return self.grad_norm
 
     def compute_grad_norm(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
@@ -350,19 +361,19 @@ class ZeroOptimizer(Optimizer):
             raise ConfigError(
                 f"norm_type must be 2.0 under ZeRO, but got {norm_type}.", remedy="Omit norm_type to use the 2-norm."
             )
-        self.reduce_pending_gradients()
-        problem = self._apply_gradient_edits()
-        self._set_param_gradients()
+        self.reduce_pending_grads()
+        problem = self._apply_grad_edits()
+        self._set_param_grads()
         return self._get_grad_norm(problem, None if params is None else {id(p) for p in params})
 
-    def _clip_gradients(self, max_norm: float) -> None:
+    def _clip_grads(self, max_norm: float) -> None:
         assert self.grad_norm is not None
         if math.isinf(max_norm):
             return  # inf / inf would make all gradients NaN
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards:
-            if shard.reduced_gradients is not None:
-                shard.reduced_gradients.mul_(scale.to(shard.reduced_gradients))
+            if shard.reduced_grads is not None:
+                shard.reduced_grads.mul_(scale.to(shard.reduced_grads))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those that were accumulated within ``no_sync``.
@@ -371,7 +382,7 @@ class ZeroOptimizer(Optimizer):
             set_to_none: False sets gradients to zero, so that the next step still applies momentum and weight decay.
         """
         for shard in self.shards:
-            shard.clear_gradients() if set_to_none else shard.zero_gradients()
+            shard.clear_grads() if set_to_none else shard.zero_grads()
         for p in self._model.parameters():
             if set_to_none:
                 p.grad = None
@@ -401,10 +412,10 @@ class ZeroOptimizer(Optimizer):
         finally:
             self._is_scaled = False
 
-    def _check_loss_is_scaled(self, gradient: GradientSlot) -> None:
+    def _check_loss_is_scaled(self, grad_slot: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"loss.backward() did not scale the loss, as fp16 requires (first parameter: {gradient.entry.name}).",
+                f"loss.backward() did not scale the loss, as fp16 requires (first parameter: {grad_slot.entry.name}).",
                 remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
@@ -422,13 +433,13 @@ class ZeroOptimizer(Optimizer):
         The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
         this method. Communicates one all-gather of a bucket and a few numbers.
         """
-        self.reduce_pending_gradients()
-        self._get_grad_norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
-        self._set_param_gradients()
+        self.reduce_pending_grads()
+        self._get_grad_norm(self._apply_grad_edits(), (), within_stage=True)  # raises on all ranks if one has an error
+        self._set_param_grads()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradient_slots):
                 if gradient.entry.name == name:
-                    return shard.gather_gradient(number)
+                    return shard.all_gather_grad(number)
         raise ConfigError(
             f"The model has no trainable parameter {name!r}.",
             remedy="Pass the name of a parameter from model.named_parameters() that requires a gradient.",
@@ -436,9 +447,9 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the optimizer states and master weights. Each rank must save its own."""
-        return call_with_state_dict_hooks(self, self._state_dict)
+        return call_with_state_dict_hooks(self, self._build_state_dict)
 
-    def _state_dict(self) -> dict[str, Any]:
+    def _build_state_dict(self) -> dict[str, Any]:
         context = self.table.context
         with self.readable_state():
             states = [optimizer.state_dict() for optimizer in self.inner]
@@ -459,27 +470,27 @@ class ZeroOptimizer(Optimizer):
         Raises:
             ConfigError: A different rank saved the state. Raised on all ranks before anything is changed.
         """
-        call_with_load_state_dict_hooks(self, state_dict, self._load_state_dict)
+        call_with_load_state_dict_hooks(self, state_dict, self._load_state_dict_on_all_ranks)
 
-    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load_state_dict_on_all_ranks(self, state_dict: dict[str, Any]) -> None:
         context, doing = self.table.context, "load this optimizer's state"
-        run_and_compare_across_ranks(context, lambda: self._check_saved_state(state_dict), action=doing)
+        run_and_compare_across_ranks(context, lambda: self._check_saved_state_dict(state_dict), action=doing)
 
-        def load() -> None:
+        def load_inner_optimizers() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_state_dict_in_place(optimizer, state)
 
         slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
-            with rollback_on_error(self.inner):
-                run_and_compare_across_ranks(context, load, action=doing)
+            with rollback_optimizers_on_error(self.inner):
+                run_and_compare_across_ranks(context, load_inner_optimizers, action=doing)
             for param_slice, master in zip(slices, state_dict["masters"], strict=True):
                 param_slice.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
         self.rounding_counts = state_dict["rounds"]
 
-    def _check_saved_state(self, state_dict: dict[str, Any]) -> None:
+    def _check_saved_state_dict(self, state_dict: dict[str, Any]) -> None:
         context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
@@ -489,10 +500,10 @@ class ZeroOptimizer(Optimizer):
                 remedy="Pass the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer.",
             )
-        saved, axes = state_dict["place"], get_state_coordinates(self.inner[0])
+        saved, axes = state_dict["place"], get_optimizer_state_coords(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _get_saved_state_signature(state_dict) == self._state_signature
+            fits = is_here and _get_state_dict_signature(state_dict) == self._state_dict_signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -503,7 +514,7 @@ class ZeroOptimizer(Optimizer):
             )
 
     @property
-    def _state_signature(self) -> tuple[Any, ...]:
+    def _state_dict_signature(self) -> tuple[Any, ...]:
         shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
@@ -518,7 +529,7 @@ class ZeroOptimizer(Optimizer):
                 yield
         finally:
             for shard in self.shards:
-                shard.master_weight_store.discard(keeps_memory=True)
+                shard.master_weight_store.release(keep_memory=True)
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
@@ -536,8 +547,8 @@ class ZeroOptimizer(Optimizer):
                 if shard.rounded is None:  # rounded weights are stored once, on exit of shard.edit_master_weights()
                     shard.copy_master_weights_to_params()
         if self._scheduler is not None:
-            self._scheduler.free_gathered_parameters()
-        all_gather = ParamAllGather()
+            self._scheduler.free_gathered_params()
+        all_gather = OverlappedParamAllGather()
         all_gather.add_shards(self.shards)
         with torch.no_grad():
             all_gather.finish()
@@ -566,8 +577,8 @@ class ZeroOptimizer(Optimizer):
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
-    def rounding_counts(self, rounds: Sequence[int]) -> None:
-        for rounded, step in zip([s.rounded for s in self.shards if s.rounded], rounds, strict=True):
+    def rounding_counts(self, counts: Sequence[int]) -> None:
+        for rounded, step in zip([s.rounded for s in self.shards if s.rounded], counts, strict=True):
             rounded.step = step
 
     @property
@@ -604,7 +615,7 @@ class ZeroOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def _get_saved_state_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+def _get_state_dict_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     """Summarize the structure of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.activations import PURPOSE, gather_partitions, get_local_partition, offload_activations
+from shardformer.offload.activations import PURPOSE, all_gather_partitions, get_local_partition, offload_activations
 from shardformer.offload.saved_tensor_hooks import ActivationStats
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
@@ -40,7 +40,7 @@ def build(family: str, reentrant: bool | None = None, layers: int = 0) -> nn.Mod
 
 
 def batch_of(family: str, seed: int = 0) -> dict[str, Tensor]:
-    batch = RandomBatchFactory(DEFAULT_HEAD[family], batch=3)(seed)
+    batch = RandomBatchFactory(DEFAULT_HEAD[family], batch_size=3)(seed)
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
@@ -145,7 +145,7 @@ def test_shards_of_any_size_are_gathered(tensor: int) -> None:
             whole = torch.arange(size).to(torch.uint8)
             part, number = get_local_partition(whole, context.tensor)
             assert len(part) == -(-size // tensor)
-            assert torch.equal(gather_partitions(part, number, context.tensor, "It")[:size], whole)
+            assert torch.equal(all_gather_partitions(part, number, context.tensor, "It")[:size], whole)
 
     run_as_threads(run, tensor=tensor)
 
@@ -287,7 +287,9 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
         store = offload_activations(model, on, min_bytes=SMALL) if on else None
         pipeline = Pipeline(model, micro_batches=4)
         with CollectiveRecorder(context) as recorder:
-            losses = [float(pipeline.step(RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)(step))) for step in (0, 1)]
+            losses = [
+                float(pipeline.step(RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch_size=4)(step))) for step in (0, 1)
+            ]
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         figures = store.stats() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder

@@ -270,7 +270,7 @@ def test_prefetch_follows_the_order_of_the_backward_pass() -> None:
     loss = model(x).sum()
     drained(store)
     loss.backward()
-    assert [copied.way for copied in link.log] == [DEVICE_TO_HOST] * 5 + [HOST_TO_DEVICE] * 5
+    assert [copied.direction for copied in link.log] == [DEVICE_TO_HOST] * 5 + [HOST_TO_DEVICE] * 5
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

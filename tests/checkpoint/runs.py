@@ -68,7 +68,7 @@ class Run:
 
     def train(self, step: int) -> float:
         """Train one step on a global batch of ``SAMPLES`` samples and return its loss."""
-        batch = RandomBatchFactory(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
+        batch = RandomBatchFactory(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch_size=SAMPLES)(step)
         data = self.context.data
         each = SAMPLES // data.size
         own = {

@@ -40,7 +40,7 @@ def engine_of(context: ParallelContext, plain: nn.Module, precision: str, layout
 
 
 def train(engine: Engine, steps: range) -> list[float]:
-    data, batches = engine.context.data, RandomBatchFactory(DEFAULT_HEAD["llama"], batch=SAMPLES)
+    data, batches = engine.context.data, RandomBatchFactory(DEFAULT_HEAD["llama"], batch_size=SAMPLES)
     own = [{name: x.chunk(data.size)[data.rank] for name, x in batches(step).items()} for step in steps]
     return [float(engine.train_step(batch)) for batch in own]
 

@@ -150,7 +150,7 @@ def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: in
     snapshot = RankSnapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"^The ranks saved {count} elements of weights/x, but it has 12 elements"):
-        write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
+        write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), sync_to_disk=False)
     assert directory.list_checkpoints_with_save_times(tmp_path) == []
 
 

@@ -266,8 +266,8 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     places: list[tuple[Any, str]] = [
         (files, "write_all_bytes"),
         (filesystem, "write_all_bytes"),
-        (files, "flush_path_to_disk"),
-        (snapshot, "flush_path_to_disk"),
+        (files, "fsync_path"),
+        (snapshot, "fsync_path"),
     ]
     places += [(os, "fsync"), (Path, "rename"), (os, "replace"), (Path, "mkdir")]
 
@@ -397,14 +397,14 @@ def saving_run(context: ParallelContext) -> dict[str, Any]:
 
 
 def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, real = threading.Event(), file_format.flush_path_to_disk
+    goes_on, real = threading.Event(), file_format.fsync_path
 
     def slow(path: Path) -> None:
         if path.name == "rank-00001.safetensors":
             goes_on.wait(20)
         real(path)
 
-    monkeypatch.setattr(snapshot, "flush_path_to_disk", slow)
+    monkeypatch.setattr(snapshot, "fsync_path", slow)
     assert run_as_threads(lambda c: save_checkpoint(**saving_run(c), directory=copy, step=3, retention=1), data=RANKS)
     check(copy, 3)
     assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
@@ -421,17 +421,17 @@ def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytes
 def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_broken, real = threading.Event(), file_format.flush_path_to_disk
+    is_broken, real = threading.Event(), file_format.fsync_path
 
     def may_fail(path: Path) -> None:
         if is_broken.is_set():
             raise OSError(errno.EIO, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(snapshot, "flush_path_to_disk", may_fail)
+    monkeypatch.setattr(snapshot, "fsync_path", may_fail)
 
     def do(context: ParallelContext) -> list[str]:
-        run, meet = saving_run(context), context.data.transport.gather_objects
+        run, meet = saving_run(context), context.data.transport.all_gather_objects
         is_broken.set()
         save_checkpoint(**run, directory=copy, step=3, retention=1)
         meet(None)

@@ -72,7 +72,7 @@ CASES = [
 
 def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: range, rank: int) -> None:
     for step in steps:
-        batch = RandomBatchFactory(DEFAULT_HEAD[case.family], batch=2)(10 * step + rank)
+        batch = RandomBatchFactory(DEFAULT_HEAD[case.family], batch_size=2)(10 * step + rank)
         loss = compute_model_loss(
             model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()}
         )

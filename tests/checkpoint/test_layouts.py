@@ -20,7 +20,7 @@ from shardformer.checkpoint import load as wanted
 from shardformer.checkpoint import training_state as holding
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.checkpoint.training_state import get_random_state_tensors
+from shardformer.checkpoint.training_state import get_rng_state_tensors
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -130,15 +130,15 @@ def test_data_rank_restores_its_own_random_state(tmp_path: Path, monkeypatch: py
     found: dict[str, Tensor] = {}
 
     def of_rank(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, numbers = get_random_state_tensors(device)
+        tensors, numbers = get_rng_state_tensors(device)
         seed = int(threading.current_thread().name.removeprefix("rank-"))
         return tensors | {"torch.0": torch.Generator().manual_seed(seed).get_state()}, numbers
 
     def note(tensors: dict[str, Tensor], *_: Any) -> None:
         found[threading.current_thread().name] = tensors["torch.0"]
 
-    monkeypatch.setattr(holding, "get_random_state_tensors", of_rank)
-    monkeypatch.setattr(wanted, "set_random_state_tensors", note)
+    monkeypatch.setattr(holding, "get_rng_state_tensors", of_rank)
+    monkeypatch.setattr(wanted, "set_rng_state_tensors", note)
     on_ranks(Layout(data=2), "gpt2", lambda run: save(run, tmp_path, 0))
 
     def do(run: Run) -> tuple[int, Tensor]:

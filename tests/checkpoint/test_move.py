@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardformer.checkpoint import reshard_in_memory as move
 from shardformer.checkpoint.chunks import (
     ChunkBounds,
-    FlatRegion,
     LocalChunk,
+    LocalTensorRegion,
     TensorItem,
     intersect_chunks,
     subtract_chunks,
@@ -31,7 +31,7 @@ from shardformer.checkpoint.reshard_in_memory import (
     batch_transfers,
     order_sends_and_receives,
     plan_transfers,
-    redistribute_items,
+    redistribute_tensor_items,
 )
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
@@ -73,7 +73,7 @@ def moved(
     def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
         with CollectiveRecorder(context) as recorder:
-            found = redistribute_items(have[rank], want[rank], context.data, max_message_bytes=chunk_bytes)
+            found = redistribute_tensor_items(have[rank], want[rank], context.data, max_message_bytes=chunk_bytes)
         assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
         return found
 
@@ -179,11 +179,13 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
 
     def do(context: ParallelContext) -> tuple[ReshardStats, dict[str, int]]:
         x = torch.zeros(new.get_local_shape(context.coords), dtype=torch.int64)
-        have = FlatRegion(old.shape, old, context.coords).make_tensor_item(
+        have = LocalTensorRegion(old.shape, old, context.coords).make_tensor_item(
             "x", old.slice_full_tensor(full, context.coords)
         )
-        want = FlatRegion(new.shape, new, context.coords).make_tensor_item("x", x)
-        found = redistribute_items([have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes)
+        want = LocalTensorRegion(new.shape, new, context.coords).make_tensor_item("x", x)
+        found = redistribute_tensor_items(
+            [have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes
+        )
         assert torch.equal(x, new.slice_full_tensor(full, context.coords))
         return found, context.coords
 
@@ -194,9 +196,9 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
             assert found.copied == 8 * len(mine & before)
 
 
-def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> FlatRegion:
+def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> LocalTensorRegion:
     bounds = get_even_bounds(prod(shape), ranks)
-    return FlatRegion(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
+    return LocalTensorRegion(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 100])
@@ -293,15 +295,15 @@ def whole(name: str, shape: tuple[int, ...]) -> TensorItemMetadata:
 def sent_by(said: Sequence[StoredAndRequestedTensors]) -> list[int]:
     sent = [0] * len(said)
     for send in plan_transfers(said):
-        if send.source != send.target:
-            sent[send.source] += send.num_bytes
+        if send.source_rank != send.target_rank:
+            sent[send.source_rank] += send.num_bytes
     return sent
 
 
 def test_owners_balance_bytes_sent() -> None:
     names = {f"x{i}": (n, 5) for i, n in enumerate((9, 5, 4, 3, 3))}
     owner = StoredAndRequestedTensors([whole(name, shape) for name, shape in names.items()], [])
-    taker = StoredAndRequestedTensors([], owner.have)
+    taker = StoredAndRequestedTensors([], owner.stored)
     assert sorted(sent_by([owner, taker, owner, owner])) == [0, 7 * 20, 8 * 20, 9 * 20]
     assert sent_by([taker, owner, taker]) == [0, 2 * 24 * 20, 0]
 
@@ -344,7 +346,7 @@ def test_small_transfers_share_one_message() -> None:
 
     def do(context: ParallelContext) -> tuple[int, int]:
         with CollectiveRecorder(context) as recorder:
-            redistribute_items(have[context.data.rank], want[context.data.rank], context.data)
+            redistribute_tensor_items(have[context.data.rank], want[context.data.rank], context.data)
         return recorder.count("send", purpose="move"), recorder.wire_bytes()
 
     assert run_as_threads(do, data=2) == [(1, 12 * 4 + 8 * 2)] * 2
@@ -450,7 +452,7 @@ def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, messa
     def do(context: ParallelContext) -> str:
         have, want = asked(context.data.rank, numbered((4, 6)))
         with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
-            redistribute_items(have, want, context.data)
+            redistribute_tensor_items(have, want, context.data)
         assert recorder.calls == []
         assert all(not chunk.values.any() for item in want for chunk in item.chunks)
         return str(raised.value)
@@ -471,17 +473,19 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
         spec = ShardSpec(x.shape, {1: Split.even(x.shape[1], 2)})
         new[name] = spec, torch.zeros(spec.get_local_shape(context.coords), dtype=torch.bfloat16)
         have.append(
-            FlatRegion(old.shape, old, context.coords).make_tensor_item(name, old.slice_full_tensor(x, context.coords))
+            LocalTensorRegion(old.shape, old, context.coords).make_tensor_item(
+                name, old.slice_full_tensor(x, context.coords)
+            )
         )
-        want.append(FlatRegion(spec.shape, spec, context.coords).make_tensor_item(name, new[name][1]))
+        want.append(LocalTensorRegion(spec.shape, spec, context.coords).make_tensor_item(name, new[name][1]))
     with CollectiveRecorder(context) as recorder:
-        found = redistribute_items(have, want, world, max_message_bytes=chunk_bytes)
+        found = redistribute_tensor_items(have, want, world, max_message_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice_full_tensor(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
-        redistribute_items(
-            have, [FlatRegion((1,), None, {}).make_tensor_item("y", torch.zeros(1))] if world.rank else [], world
+        redistribute_tensor_items(
+            have, [LocalTensorRegion((1,), None, {}).make_tensor_item("y", torch.zeros(1))] if world.rank else [], world
         )
     return found
 

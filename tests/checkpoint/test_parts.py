@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from shardformer.checkpoint import chunks, training_state
 from shardformer.checkpoint.chunks import (
-    FlatRegion,
+    LocalTensorRegion,
     TensorItem,
-    assign_chunk_writes,
-    flat_range_to_chunks,
+    assign_chunks_to_write,
     intersect_chunks,
+    split_flat_range_into_chunks,
     subtract_chunks,
 )
 from shardformer.checkpoint.file_format import compute_chunk_checksum, decode_json_value, encode_json_value
@@ -131,13 +131,13 @@ def test_flat_range_is_covered_by_few_boxes(shape: list[int], data: st.DataObjec
     begin = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(begin, numel))
     x = torch.arange(numel).view(shape)
-    region = FlatRegion(tuple(shape), None, {}, slice(begin, end))
+    region = LocalTensorRegion(tuple(shape), None, {}, slice(begin, end))
     flat = x.reshape(-1)[begin:end]
     held = region.split_into_chunks(flat)
     assert [int(v) for h in held for v in h.values.reshape(-1)] == flat.tolist()
     for h in held:
         assert torch.equal(x[tuple(slice(a, a + n) for a, n in zip(h.start, h.values.shape, strict=True))], h.values)
-    assert len(list(flat_range_to_chunks(tuple(shape), begin, end))) <= max(2 * len(shape) - 1, 1)
+    assert len(list(split_flat_range_into_chunks(tuple(shape), begin, end))) <= max(2 * len(shape) - 1, 1)
 
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
@@ -166,16 +166,16 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
     def do(context: ParallelContext) -> torch.Tensor:
         rank = context.tensor.rank
         if overlaps:
-            region = FlatRegion((6, 10), None, {}, slice(0, 60 - 7 * rank))
+            region = LocalTensorRegion((6, 10), None, {}, slice(0, 60 - 7 * rank))
             x = full.reshape(-1)[: 60 - 7 * rank]
         else:
             split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
             spec = ShardSpec((6, 10), {0: split})
-            region, x = FlatRegion((6, 10), spec, context.coords), spec.slice_full_tensor(full, context.coords)
+            region, x = LocalTensorRegion((6, 10), spec, context.coords), spec.slice_full_tensor(full, context.coords)
         x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice_full_tensor(full, context.coords)  # type: ignore[union-attr]
         item = region.make_tensor_item("x", x)
         count = torch.zeros(6, 10)
-        for (_, start, size), pieces in assign_chunk_writes([item], context.tensor).items():
+        for (_, start, size), pieces in assign_chunks_to_write([item], context.tensor).items():
             for piece in pieces:
                 assert intersect_chunks(piece, (start, size)) == piece
                 count[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] += 1
@@ -187,8 +187,10 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
 
 def test_writes_of_replicated_tensors_are_balanced() -> None:
     def do(context: ParallelContext) -> int:
-        items = [FlatRegion((n, 3), None, {}).make_tensor_item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
-        mine = assign_chunk_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
+        items = [
+            LocalTensorRegion((n, 3), None, {}).make_tensor_item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)
+        ]
+        mine = assign_chunks_to_write([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
         return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
 
     assert run_as_threads(do, data=3) == [24, 21, 21]

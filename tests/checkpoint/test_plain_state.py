@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardformer
-from shardformer.checkpoint.plain_state import get_full_optimizer_state, load_full_optimizer_state
+from shardformer.checkpoint.plain_state import gather_full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -71,13 +71,13 @@ def test_the_state_is_written_and_read_as_that_of_the_plain_optimizer(
             theirs = shardformer.shard_optimizer(ours, theirs, stage=stage)
         pipeline = shardformer.Pipeline(ours, micro_batches=1) if "pipe" in sizes else None
         ours.load_state_dict(weights)
-        load_full_optimizer_state(ours, theirs, expected)
-        found = get_full_optimizer_state(ours, theirs, tmp_path)
+        load_full_optimizer_state_dict(ours, theirs, expected)
+        found = gather_full_optimizer_state_dict(ours, theirs, tmp_path)
         step(ours, theirs, pipeline)
         full = shardformer.full_state_dict(ours)
         assert all(torch.allclose(full[name], after[name], atol=1e-5) for name in after)
         with pytest.raises(ConfigError, match="groups of"):
-            load_full_optimizer_state(ours, theirs, {**expected, "param_groups": expected["param_groups"][:1]})
+            load_full_optimizer_state_dict(ours, theirs, {**expected, "param_groups": expected["param_groups"][:1]})
         return found
 
     found, *others = run_as_threads(do, **sizes)

@@ -15,7 +15,7 @@ from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.random_state import seed_random
+from shardformer.random_state import seed_all_generators
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.weights.state_dict import full_state_dict
@@ -29,7 +29,7 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and weights of a run with dropout that saves halfway or resumes from there."""
     context = ParallelContext.from_world(sizes)
-    seed_random(1 if resume else 0)
+    seed_all_generators(1 if resume else 0)
     model = shard_model(SmallModelFactory("gpt2", changes=DROPS)(), context=context).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if stage is not None:
@@ -41,7 +41,7 @@ def trained(
     saving = None
     for step in range(2 if resume else 0, 4):
         loss = compute_model_loss(
-            model, RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=2)(10 * step + context.data.rank)
+            model, RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch_size=2)(10 * step + context.data.rank)
         )
         loss.backward()
         optimizer.step()

@@ -12,26 +12,26 @@ import pytest
 import typer
 
 from shardformer.cli import check as cli_check
-from shardformer.cli.check import CheckResult, check, measure_all_reduce_ms
+from shardformer.cli.check import CheckResult, check, measure_all_reduce_latency_ms
 from shardformer.errors import WorkerError
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the all-reduce, so that no processes are started."""
-    monkeypatch.setattr(cli_check, "measure_all_reduce_ms", lambda: 0.5)
+    monkeypatch.setattr(cli_check, "measure_all_reduce_latency_ms", lambda: 0.5)
 
 
 @pytest.mark.slow
 def test_two_processes_run_an_all_reduce() -> None:
-    assert 0 < measure_all_reduce_ms() < 10_000
+    assert 0 < measure_all_reduce_latency_ms() < 10_000
 
 
 @pytest.mark.slow
 def test_a_hanging_all_reduce_is_killed_and_reported() -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"did not finish an all-reduce within 0\.2 s"):
-        measure_all_reduce_ms(timeout_s=0.2)
+        measure_all_reduce_latency_ms(timeout_s=0.2)
     assert time.monotonic() - start < 20
 
 
@@ -39,7 +39,7 @@ def test_a_hanging_all_reduce_is_killed_and_reported() -> None:
 def test_a_failed_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
     with pytest.raises(WorkerError, match=r"Rank \d exited with code 1 during an all-reduce"):
-        measure_all_reduce_ms()
+        measure_all_reduce_latency_ms()
 
 
 @pytest.mark.usefixtures("quick")
@@ -78,7 +78,7 @@ def test_a_failed_requirement_exits_with_status_1(
     def hang() -> float:
         raise WorkerError("2 processes [x] did not finish.", rule="They talk.", remedy="Look at the firewall.")
 
-    monkeypatch.setattr(cli_check, "measure_all_reduce_ms", hang)
+    monkeypatch.setattr(cli_check, "measure_all_reduce_latency_ms", hang)
     with pytest.raises(typer.Exit) as caught:
         check(as_json=False)
     assert caught.value.exit_code == 1

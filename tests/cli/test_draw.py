@@ -30,7 +30,7 @@ def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixtur
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
-    assert said.split() == format_schedule_as_text(schedule, simulate_schedule(schedule), width=80).split()
+    assert said.split() == format_schedule_as_text(schedule, simulate_schedule(schedule), max_line_width=80).split()
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("rank 3 |") > 1
 

@@ -129,7 +129,7 @@ def test_a_second_signal_interrupts_the_wait_unless_it_is_the_same(
 
     rank = Rank()
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=sleep))
-    monkeypatch.setattr(shutdown, "shuts_down_gracefully", lambda pid: True)
+    monkeypatch.setattr(shutdown, "is_graceful_shutdown_registered", lambda pid: True)
     monkeypatch.setattr(rank, "send_signal", rank.received.append)
     with pytest.raises(SignalException) if after_s else nullcontext():
         _signal_processes_and_wait([rank], SIGINT, None)

@@ -14,7 +14,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.train_command.config_schema import TrainConfig, load_train_config
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.run import run_training
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import SMALL, labelled, write_images, write_rows, write_text
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -54,8 +54,8 @@ def tiny(name: str, folder: Path) -> TrainConfig:
 def test_the_dry_run_of_a_template_works(name: str, tmp_path: Path) -> None:
     made = tiny(name, tmp_path)
     report = make_dry_run_report(made)
-    assert report.summary.num_steps == 2 and report.why_untraced == ""
-    assert max(report.sizes.values()) == 2  # each template shows a layout of several processes
+    assert report.summary.num_steps == 2 and report.untraced_reason == ""
+    assert max(report.axis_sizes.values()) == 2  # each template shows a layout of several processes
     text = TEMPLATES[name]
     assert f"-c {name}.toml" in text and f'folder = "runs/{name}"' in text
     assert max(map(len, text.splitlines())) <= 170
@@ -66,7 +66,7 @@ def test_the_dry_run_of_a_template_works(name: str, tmp_path: Path) -> None:
 def test_a_template_trains(name: str, pool2: WorkerPool, tmp_path: Path) -> None:
     made = tiny(name, tmp_path)
     pool2.run(run_training, made)
-    losses = [record.values["loss"] for record in read_records(made.output_folder) if "loss" in record.values]
+    losses = [record.values["loss"] for record in read_metrics_records(made.output_folder) if "loss" in record.values]
     assert len(losses) == 2
     assert (made.output_folder / "model/config.json").is_file()
 

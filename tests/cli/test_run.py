@@ -19,7 +19,7 @@ from shardformer.cli import run as cli_run
 from shardformer.cli.run import parse_run_arguments
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.launcher import hostfile as launcher_hostfile
-from shardformer.launcher.failure_report import describe_failures
+from shardformer.launcher.failure_report import format_failure_report
 from shardformer.launcher.hostfile import HostEntry, find_local_host_index, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import STACK_LOCATIONS
 from tests.scripts import SHARDFORMER
@@ -261,7 +261,7 @@ def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: objec
     ],
 )
 def test_the_cause_is_distinguished_from_its_consequences(failures: dict[int, Any], first: int) -> None:
-    assert f"rank {first} failed first" in describe_failures(failures).splitlines()[-1]
+    assert f"rank {first} failed first" in format_failure_report(failures).splitlines()[-1]
 
 
 OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
@@ -286,17 +286,17 @@ OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
     ],
 )
 def test_the_last_line_names_the_ranks(failures: dict[int, Any], ranks: range, words: str) -> None:
-    assert words in describe_failures(failures, ranks).splitlines()[-1]
+    assert words in format_failure_report(failures, ranks).splitlines()[-1]
 
 
 def test_a_rank_that_executed_other_code_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = ["LostPeerError", "Rank 0 does not reach rank 1", "Ranks make the same calls", "See rank 1"]
     failures = {0: failure(1, lost[1], 5, parts=lost, world_size=2), 1: failure(143)}
     monkeypatch.setitem(STACK_LOCATIONS, 1, '  File "train.py", line 7, in <module>\n    time.sleep(100)')
-    said = describe_failures(failures, range(2)).splitlines()
+    said = format_failure_report(failures, range(2)).splitlines()
     assert said[-4].startswith("shardformer run: rank 1 had not failed") and said[-1].strip() == "time.sleep(100)"
     fault = {0: failure(1, "ValueError: x", 5), 1: failure(143)}
-    assert "rank 0 failed first" in describe_failures(fault, range(2)).splitlines()[-1]
+    assert "rank 0 failed first" in format_failure_report(fault, range(2)).splitlines()[-1]
 
 
 def test_a_host_file_may_have_comments_and_no_slots(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_invalid_options_raise(arguments: list[str], value: str) -> None:
 def test_errors_of_torchs_launcher_become_launch_errors(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "a.py").touch()
     with pytest.raises(LaunchError) as caught:
-        cli_run._run_processes(parse_run_arguments([*options, str(tmp_path / "a.py")]))
+        cli_run._launch_processes(parse_run_arguments([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
 
 

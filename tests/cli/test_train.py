@@ -15,7 +15,7 @@ from shardformer.cli.train import _get_num_processes
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.init_distributed import get_launcher_env_variable, get_num_slurm_tasks, launch_from_torch
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import write_text
 from tests.runs.small_run import MODEL_AND_DATA
 from tests.scripts import SHARDFORMER
@@ -54,7 +54,7 @@ def test_a_run_of_two_processes_resumes_with_one(folder: Path) -> None:
         "Checkpoint  run/checkpoints/step-00000006\nModel       run/model\n"
         "Records     run/records.jsonl\nNext        shardformer plot run\n"
     )
-    assert [record.step for record in read_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [record.step for record in read_metrics_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_dry_run_does_not_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from shardformer.config import ParallelConfig
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import TextTokenizer, make_byte_tokenizer
-from shardformer.train_command.trained_model import evaluate_model, find_trained_model
-from shardformer.training.metrics_log import read_records
+from shardformer.train_command.trained_model import evaluate_model, find_saved_model
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import SMALL, config, labelled, save_word_tokenizer, write_rows, write_text
 from tests.scripts import SHARDFORMER
 
@@ -73,7 +73,7 @@ def test_an_exported_checkpoint_equals_the_export_of_the_run(
 
 
 def export_in(source: str, target: str, layout: dict[str, Any]) -> None:
-    found = find_trained_model(source)
+    found = find_saved_model(source)
     found.load_engine(ParallelConfig(**layout)).export(target, found.load_processor())
 
 
@@ -120,7 +120,7 @@ def test_the_tokens_are_those_of_transformers(
 def tokens_in(source: str, layout: dict[str, Any], options: dict[str, Any]) -> list[int]:
     from shardformer.cli.generate import _generate_tokens
 
-    found = find_trained_model(source)
+    found = find_saved_model(source)
     ids = found.load_processor()(PROMPT, return_tensors="pt")["input_ids"]
     return _generate_tokens(found.load_engine(ParallelConfig(**layout)), ids, 3, {"max_new_tokens": 20, **options})
 
@@ -132,7 +132,7 @@ def test_a_sharded_model_generates_the_same_tokens(options: dict[str, Any], trai
 
 
 def values_in(source: str, changes: list[str]) -> Any:
-    return evaluate_model(find_trained_model(source).with_config_overrides(changes))
+    return evaluate_model(find_saved_model(source).with_config_overrides(changes))
 
 
 LAYOUTS = [["parallel.tensor=2"], ["parallel.pipe=2"], ["parallel.data=2"], ["data.batch_size=5"]]
@@ -150,7 +150,7 @@ def test_all_layouts_give_the_values_of_the_run(
         folder = tmp_path / "run"
     assert run("evaluate", folder, "--json")[0] == 0
     alone = json.loads(capsys.readouterr().out)
-    record = [each.values for each in read_records(folder) if "validation/loss" in each.values][-1]
+    record = [each.values for each in read_metrics_records(folder) if "validation/loss" in each.values][-1]
     assert alone["loss"] == record["validation/loss"] and alone["accuracy"] == record["validation/accuracy"]
     assert alone["samples"] == (13 if kind == "bert" else 35)
     for changes in LAYOUTS:
@@ -176,7 +176,7 @@ def test_other_validation_data_give_the_values_of_the_run(
     capsys.readouterr()
     assert run("evaluate", tmp_path / "run", "--json")[0] == 0
     values = json.loads(capsys.readouterr().out)
-    record = [each.values for each in read_records(tmp_path / "run") if "validation/loss" in each.values][-1]
+    record = [each.values for each in read_metrics_records(tmp_path / "run") if "validation/loss" in each.values][-1]
     assert values["loss"] == record["validation/loss"]
     assert ("samples" in values) == (kind == "fraction")
 
@@ -219,11 +219,15 @@ def test_the_command_starts_the_processes_of_its_layout(trained: Path, capsys: p
 @pytest.mark.parametrize("text", ["plain", "grüße, 漢字 \x00 \n\t  two  spaces", "<|end|", " 🙂"])
 @pytest.mark.parametrize("adds_end", [False, True])
 def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_end: bool, tmp_path: Path) -> None:
-    make_byte_tokenizer(adds_end_token=adds_end).save_pretrained(tmp_path)
+    make_byte_tokenizer(add_end_token=adds_end).save_pretrained(tmp_path)
     loaded, tokens = transformers.AutoTokenizer.from_pretrained(tmp_path), TextTokenizer()
     assert loaded(text, add_special_tokens=False)["input_ids"] == tokens.encode(text)
     assert loaded.decode(tokens.encode(text)) == text
-    assert (len(loaded), loaded.pad_token_id, loaded.mask_token_id) == (tokens.size, tokens.pad, tokens.mask)
+    assert (len(loaded), loaded.pad_token_id, loaded.mask_token_id) == (
+        tokens.vocab_size,
+        tokens.pad_token_id,
+        tokens.mask_token_id,
+    )
     if adds_end:
         for pair in (None, "other"):
             expected = tokens.encode_with_special_tokens(text, pair, 99)["input_ids"]

@@ -43,7 +43,7 @@ Case = tuple[Callable[[Tensor, Axis], Tensor], Cuts, Cuts, bool, bool]
 CASES: dict[str, Case] = {
     "enter_block": (collectives.copy_to_tp_region, None, None, True, False),
     "leave_block": (collectives.reduce_from_tp_region, None, None, False, True),
-    "gather_input": (lambda x, a: collectives.gather_from_sp_region(x, a, 1, S), _even, None, False, False),
+    "gather_column_input": (lambda x, a: collectives.gather_from_sp_region(x, a, 1, S), _even, None, False, False),
     "scatter_output": (
         lambda x, a: collectives.reduce_scatter_to_sp_region(x, a, 1),
         None,

@@ -15,7 +15,7 @@ from shardformer.comm import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.compiled_layers import CompiledLayer, get_stack_compilers
+from shardformer.sharding.compiled_layers import CompiledForward, get_layer_stack_compilers
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 pytestmark = [
@@ -65,7 +65,7 @@ def train(
         optimizer = shardformer.shard_optimizer(model, optimizer, stage=zero)
     found: Values = {}
     for step, length in enumerate(lengths):
-        batch = RandomBatchFactory(DEFAULT_HEAD[model.config.model_type], sequence=length)(step)
+        batch = RandomBatchFactory(DEFAULT_HEAD[model.config.model_type], sequence_length=length)(step)
         batch = {name: x.chunk(context.data.size)[context.data.rank] for name, x in batch.items()}
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = (model if call is None else call)(**batch).loss
@@ -96,7 +96,7 @@ def compare(
     expected = train(model_of(family, context, **options), context, **training)
     model = model_of(family, context, compile=backend, **options)
     ours = train(model, context, **training)
-    for stack in get_stack_compilers(model):
+    for stack in get_layer_stack_compilers(model):
         assert len(stack.layers) == layers
         assert 1 <= len(stack.graphs) <= graphs
         assert stack.eager_calls == 0
@@ -158,7 +158,7 @@ def test_recomputation_after_a_forward_pass_of_another_length() -> None:
     def do(context: ParallelContext) -> float:
         def gradients(**options: Any) -> Values:
             model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
-            losses = [model(**RandomBatchFactory("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
+            losses = [model(**RandomBatchFactory("LlamaForCausalLM", sequence_length=n)(0)).loss for n in (13, 10)]
             for loss in losses:  # recomputes the first forward pass after the second
                 loss.backward()
             return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -233,7 +233,7 @@ def test_pipeline_stages_with_dropout() -> None:
             model = shardformer.shard_model(plain, config=config.make_shard_config(context))
             pipeline = shardformer.Pipeline(model, micro_batches=2)
             loss = pipeline.step(RandomBatchFactory("GPT2LMHeadModel")(0))
-            for stack in get_stack_compilers(model):
+            for stack in get_layer_stack_compilers(model):
                 assert len(stack.layers) == 2  # those of this rank
                 assert stack.graphs
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -250,14 +250,14 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
         assert "Compiled" not in str(shardformer.describe_sharding(model))
         model.compile(backend="eager", fullgraph=True)
         model.compile(backend=BACKEND)  # the last call counts
-        (before,) = get_stack_compilers(model)
+        (before,) = get_layer_stack_compilers(model)
         texts = [str(before)]
         copied = copy.deepcopy(model)
         found = train(model, context)
         texts.append(str(shardformer.describe_sharding(model)).splitlines()[-1])
-        assert not get_stack_compilers(copied)[0].graphs
+        assert not get_layer_stack_compilers(copied)[0].graphs
         assert worst_difference(train(copied, context), found) == 0
-        assert get_stack_compilers(copied)[0].graphs
+        assert get_layer_stack_compilers(copied)[0].graphs
         return worst_difference(found, train(model_of("llama", context), context)), texts
 
     for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
@@ -305,7 +305,7 @@ def test_recompilation_limit_is_reported_with_the_reason() -> None:
             match=r"^model.layers.0 runs some calls without compilation, .* reached the limit of 1 graphs \(.*size",
         ):
             found = train(model, context, lengths=(13, 11, 12))
-        (stack,) = get_stack_compilers(model)
+        (stack,) = get_layer_stack_compilers(model)
         assert stack.eager_calls == 2 * NUM_LAYERS
         assert str(stack).endswith("4 calls without compilation.")
         return worst_difference(found, expected)
@@ -321,11 +321,11 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
         prompt = torch.tensor([[5, 6, 7]])
         expected = model_of("llama", context).eval().generate(prompt, max_new_tokens=4, do_sample=False)
         train(model, context)
-        (stack,) = get_stack_compilers(model)
+        (stack,) = get_layer_stack_compilers(model)
         assert len(stack.graphs) == 1
         fresh = model_of("llama", context, compile=BACKEND).eval()
         assert fresh.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
-        assert not get_stack_compilers(fresh)[0].graphs
+        assert not get_layer_stack_compilers(fresh)[0].graphs
 
     run_as_threads(do, in_turn=True, tensor=2)
 
@@ -362,7 +362,7 @@ def test_layer_keeps_its_signature_and_other_forwards_are_found() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context, compile=BACKEND)
         layer = model.model.layers[0]
-        assert isinstance(layer.forward, CompiledLayer)
+        assert isinstance(layer.forward, CompiledForward)
         assert layer.forward.__wrapped__.__name__ == type(layer).forward.__name__
 
     run_as_threads(do, data=1)
@@ -381,10 +381,10 @@ def test_engine_compiles_again_after_resharding() -> None:
             engine = shardformer.initialize(passed, optimizer, parallel=parallel, context=context)
             assert engine.model is plain
             found = [engine.train_step(RandomBatchFactory("LlamaForCausalLM")(0))]
-            assert [bool(stack.graphs) for stack in get_stack_compilers(engine.model)] == [True] * bool(backend)
+            assert [bool(stack.graphs) for stack in get_layer_stack_compilers(engine.model)] == [True] * bool(backend)
             engine.reshard(shardformer.ParallelConfig(data=2, compile=backend or False))
             found.append(engine.train_step(RandomBatchFactory("LlamaForCausalLM")(1)))
-            assert [bool(stack.graphs) for stack in get_stack_compilers(engine.model)] == [True] * bool(backend)
+            assert [bool(stack.graphs) for stack in get_layer_stack_compilers(engine.model)] == [True] * bool(backend)
             return [loss.detach() for loss in found]
 
         return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(""), strict=True))
@@ -399,7 +399,7 @@ def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
         plain = SmallModelFactory("llama", changes={"num_hidden_layers": NUM_LAYERS})().double().train()
         model = shardformer.shard_model(torch.compile(plain, backend=BACKEND, dynamic=True), context=context)
         assert model is plain
-        (stack,) = get_stack_compilers(model)
+        (stack,) = get_layer_stack_compilers(model)
         assert stack.options["dynamic"] is True
         assert str(stack) == "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass."
         with pytest.raises(ConfigError, match=r"is the result of torch.compile, not a sharded model"):
@@ -415,7 +415,7 @@ def test_arguments_of_model_compile() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context)
         model.compile(disable=True)
-        assert not get_stack_compilers(model)
+        assert not get_layer_stack_compilers(model)
         with pytest.raises(ConfigError, match="both mode and options"):
             model.compile(mode="reduce-overhead", options={"max_autotune": True})
         with pytest.raises(ConfigError, match=r"has no argument 'fullgraf'.*fullgraph"):
@@ -450,5 +450,5 @@ def test_resharding_warns_after_model_compile() -> None:
     engine.model.compile(backend=BACKEND)
     with pytest.warns(UserWarning, match=r"Call engine.model.compile\(\) again"):
         engine.reshard({"zero_stage": 1})
-    assert not get_stack_compilers(engine.model)
+    assert not get_layer_stack_compilers(engine.model)
     engine.train_step(RandomBatchFactory("LlamaForCausalLM")(0))

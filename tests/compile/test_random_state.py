@@ -12,9 +12,9 @@ from torch import Tensor
 import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.random_state import LocalRandomState
-from shardformer.sharding.compiled_layers import get_stack_compilers
-from shardformer.sharding.graph_random_state import compile_with_random_state
+from shardformer.random_state import LocalRNGState
+from shardformer.sharding.compiled_layers import get_layer_stack_compilers
+from shardformer.sharding.graph_random_state import compile_with_rng_state
 from shardformer.torch_compat import resolve_compile_backend
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from tests.compile.test_layers import BACKEND, BOUND, SEQUENCE, worst_difference
@@ -54,7 +54,7 @@ def gradients_of(family: str, context: ParallelContext, *, checkpointing: bool, 
         loss.backward()
         found[f"loss {step}"] = loss.detach()
     if options.get("compile"):
-        assert all(stack.graphs for stack in get_stack_compilers(model))
+        assert all(stack.graphs for stack in get_layer_stack_compilers(model))
     found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**found, "next number": torch.rand((), dtype=torch.float64)}
 
@@ -93,21 +93,21 @@ def test_masks_of_inductor_are_those_of_eager_layers(monkeypatch: pytest.MonkeyP
     assert max(found) < BOUND
 
 
-def _draw_in_every_way(x: Tensor, state: LocalRandomState) -> tuple[Tensor, ...]:
+def _draw_in_every_way(x: Tensor, state: LocalRNGState) -> tuple[Tensor, ...]:
     outer = F.dropout(x, 0.3)
-    state.enter_local_state(x)
+    state.enter_local_rng_state(x)
     inner = F.dropout(x, 0.3) + torch.empty_like(x).bernoulli_(0.4) + torch.rand(3, 5)
-    with state.use_outer_state():
+    with state.use_outer_rng_state():
         shared = torch.randn_like(x) + torch.randint(9, (3, 5))
     again = F.alpha_dropout(x, 0.2)
-    state.leave_local_state()
+    state.exit_local_rng_state()
     attention = F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)
     transposed = F.dropout(x.t(), 0.4) @ torch.ones(3, 2, dtype=x.dtype)
     return outer, inner, shared, again, attention, F.dropout1d(x, 0.5), F.dropout(x.t().sin(), 0.4).clone(), transposed
 
 
 def test_every_random_operator_draws_what_it_draws_in_eager_code() -> None:
-    state = LocalRandomState(1)
+    state = LocalRNGState(1)
     state.is_in_graph = True
 
     def results(function: Any) -> list[Tensor]:
@@ -119,7 +119,7 @@ def test_every_random_operator_draws_what_it_draws_in_eager_code() -> None:
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiler = resolve_compile_backend(BACKEND, None, None, None)
-        return compile_with_random_state(graph, inputs, compiler, torch.device("cpu"))
+        return compile_with_rng_state(graph, inputs, compiler, torch.device("cpu"))
 
     expected = results(_draw_in_every_way)
     found = results(torch.compile(_draw_in_every_way, backend=backend, fullgraph=True))

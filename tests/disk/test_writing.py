@@ -11,8 +11,8 @@ from shardformer.errors import ConfigError
 from shardformer.filesystem import (
     SAVING,
     ProcessIdentity,
+    create_folder,
     create_new_file,
-    make_folder,
     make_temporary_path,
     parse_temporary_name,
     remove_file_or_folder,
@@ -29,7 +29,7 @@ def test_private_name_is_unique_and_contains_its_owner(tmp_path: Path) -> None:
     assert one != two and one.parent == tmp_path
     found = parse_temporary_name(one)
     assert found is not None
-    assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", ProcessIdentity.current())
+    assert (found.purpose, found.target_name, found.owner) == (SAVING, "step-00000005", ProcessIdentity.current())
     assert parse_temporary_name(tmp_path / ".saving-step-00000005") is None
     assert len(make_temporary_path(tmp_path / ("x" * 250)).name) < 255
 
@@ -48,14 +48,14 @@ def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    make_folder(tmp_path / "a/b")
-    make_folder(tmp_path / "a/b")
+    create_folder(tmp_path / "a/b")
+    create_folder(tmp_path / "a/b")
     for other, kind in (("file", "a file"), ("link", "a broken link"), ("loop", "a broken link")):
         for folder in (tmp_path / other, tmp_path / other / "x/y"):
             with pytest.raises(ConfigError, match=f"{tmp_path / other} is {kind}"):
-                make_folder(folder)
+                create_folder(folder)
     with pytest.raises(OSError, match="too long"):
-        make_folder(tmp_path / ("x" * 300))
+        create_folder(tmp_path / ("x" * 300))
     remove_file_or_folder(tmp_path / ("x" * 300))
 
 

@@ -153,15 +153,15 @@ def test_thread_ranks_draw_random_numbers_one_after_another() -> None:
         thread.start()
         thread.join()
 
-    own = random_state.ResumableRandomState(1)
+    own = random_state.ResumableRNGState(1)
     with own.activate():
         ask()
         first = torch.rand(3)
-    with own.activate(), random_state.temporarily_seed_generators(2):  # a data set that is made of another run's data
+    with own.activate(), random_state.fork_rng_with_hashed_seed(2):  # a data set that is made of another run's data
         ask()
     with own.activate():
         second = torch.rand(3)
     ask()
     assert free == [False, False, True]
-    with random_state.temporarily_seed_generators(1):
+    with random_state.fork_rng_with_hashed_seed(1):
         assert torch.equal(torch.cat([first, second]), torch.rand(6))

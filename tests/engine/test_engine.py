@@ -17,7 +17,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.initialize import initialize, make_parallel_context
+from shardformer.training.initialize import get_or_create_parallel_context, initialize
 from shardformer.training.sample_order import make_shuffle_generator
 from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
@@ -483,4 +483,4 @@ def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("RANK", "SLURM_STEP_ID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert make_parallel_context(None, ParallelConfig()).device == torch.device("cuda", 0)
+    assert get_or_create_parallel_context(None, ParallelConfig()).device == torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.cli import main
-from shardformer.discovery.derive_policy import format_policy_source
+from shardformer.discovery.derive_policy import format_policy_source_with_notes
 from shardformer.errors import InputError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.shard_model_api import resolve_policy
@@ -168,7 +168,7 @@ def test_a_derived_policy_is_described_as_such_and_fits_into_100_columns() -> No
     policy = shardformer.derive_policy(Model(), make_batch(0))
     policy.notes = ["a long note " * 20]
     policy.keep_replicated = tuple(f"blocks.{number}.up" for number in range(20))
-    source = format_policy_source(policy)
+    source = format_policy_source_with_notes(policy)
     assert max(map(len, source.splitlines())) <= 100
     names: dict[str, Any] = {}
     exec(source, names)

@@ -15,7 +15,7 @@ from shardformer.kernels import attention as attention_kernels
 from shardformer.kernels import model_specific_attention
 from shardformer.kernels.attention_registration import (
     ATTENTION_NAME,
-    _describe_kernels,
+    _describe_attention_kernels,
     check_flash_attention,
     use_flash_attention,
 )
@@ -78,7 +78,7 @@ def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, score
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(model_specific_attention.find_modules_to_override(build(family, {})))
+    computes_itself = family in OWN and any(model_specific_attention.iter_modules_to_override(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -111,7 +111,7 @@ def test_attention_scores_are_not_materialized(
     assert bool(of_batch) == (family in HELD_BY_THE_MODEL)
     if family in HELD_BY_THE_MODEL:
         record_property("feature", f"part: {HELD_BY_THE_MODEL[family]}")
-    assert "memory-efficient" in _describe_kernels(model, CUDA) or family == "falcon"
+    assert "memory-efficient" in _describe_attention_kernels(model, CUDA) or family == "falcon"
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch.setitem(model_specific_attention.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in model_specific_attention.find_modules_to_override(model)] == []
+    assert [path for path, _, _ in model_specific_attention.iter_modules_to_override(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

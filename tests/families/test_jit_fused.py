@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             found.add(" ".join(["bias"] * (bias is not None) + [name] + ["gate"] * (gate is not None)))
         return compute(act, x, bias, gate)
 
-    monkeypatch.setattr(fused, "get_compiled_bias_activation_gate", lambda device: noted)
+    monkeypatch.setattr(fused, "get_compiled_bias_act_gate", lambda device: noted)
     yield found
 
 

@@ -16,7 +16,7 @@ import torch
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.train_both import VerifyJob
-from shardformer.verify.verification import run_job_and_report
+from shardformer.verify.verification import run_verify_job
 from tests.gpu.checks import ONE_RANK
 from tests.gpu.ranks import two_ranks
 from tests.gpu.throughput import measure
@@ -75,7 +75,7 @@ def _alone(name: str, device: str) -> Callable[[WorkerPool], tuple[str, Mapping[
 
 def _together(job: VerifyJob) -> Callable[[WorkerPool], tuple[str, Mapping[str, float]]]:
     def run(pool: WorkerPool) -> tuple[str, Mapping[str, float]]:
-        report = pool.run(run_job_and_report, job)[0]
+        report = pool.run(run_verify_job, job)[0]
         assert report is not None
         if not report.passed:
             raise AssertionError(str(report))

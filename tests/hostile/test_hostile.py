@@ -21,7 +21,7 @@ def test_every_case_gives_the_right_result_or_an_error(kind: str) -> None:
 
 
 def _hangs(context: object) -> None:
-    context.tensor.transport.gather_numbers([context.rank] * 2) if context.rank else None  # type: ignore[attr-defined]
+    context.tensor.transport.all_gather_ints([context.rank] * 2) if context.rank else None  # type: ignore[attr-defined]
 
 
 def _raises(context: object) -> None:

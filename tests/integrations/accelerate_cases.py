@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
-from shardformer.sharding.compiled_layers import get_stack_compilers
+from shardformer.sharding.compiled_layers import get_layer_stack_compilers
 from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
     full_weights,
@@ -145,7 +145,7 @@ def compiled_loop(layout: dict[str, Any]) -> tuple[float, str, list[int]]:
     eager.train(2)
     compiled.train(2)
     difference = largest_difference([*compiled.losses, *compiled.norms], [*eager.losses, *eager.norms])
-    graphs = [len(stack.graphs) for stack in get_stack_compilers(compiled.model)]
+    graphs = [len(stack.graphs) for stack in get_layer_stack_compilers(compiled.model)]
     return difference, type(compiled.model).__name__, graphs
 
 

@@ -86,9 +86,9 @@ def class_rows(count: int = 32, length: int = 11, seed: int = 1) -> list[dict[st
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the full weights of a plain or a sharded model. All ranks must call it."""
-    from shardformer.integrations.accelerate import find_sharded_model
+    from shardformer.integrations.accelerate import unwrap_sharded_model
 
-    sharded = find_sharded_model(model)
+    sharded = unwrap_sharded_model(model)
     found = dict(model.state_dict()) if sharded is None else full_state_dict(sharded)
     return {name: value.detach().float().cpu().clone() for name, value in found.items()}
 

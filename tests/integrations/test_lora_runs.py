@@ -11,8 +11,8 @@ import torch
 from shardformer.errors import ConfigError
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.run import run_training
-from shardformer.train_command.trained_model import find_trained_model
-from shardformer.training.metrics_log import read_records
+from shardformer.train_command.trained_model import find_saved_model
+from shardformer.training.metrics_log import read_metrics_records
 from tests.integrations.process import IntegrationProcess
 from tests.runs.files import config, write_rows
 from tests.runs.test_conversations import LLAMA, conversations
@@ -32,7 +32,7 @@ def made(where: Path, name: str, steps: int = 2, **tables: Any) -> Any:
 def train(where: Path, name: str, parallel: dict[str, Any], lora: dict[str, Any], steps: int = 2) -> list[float]:
     run = made(where, name, steps, parallel=parallel, lora=lora)
     run_training(run)
-    return [record.values["loss"] for record in read_records(run.output_folder)]
+    return [record.values["loss"] for record in read_metrics_records(run.output_folder)]
 
 
 def compare_exports(where: Path) -> tuple[float, float, int]:
@@ -49,9 +49,9 @@ def compare_exports(where: Path) -> tuple[float, float, int]:
     torch.manual_seed(run.seed)
     merged = transformers.AutoModelForCausalLM.from_pretrained(where / "merged" / "model")
     data = load_data(run)
-    assert data.collate is not None
-    batch = data.collate([data.train[0]])
-    engine = find_trained_model(str(where / "alone")).load_engine(run.layout)
+    assert data.collate_fn is not None
+    batch = data.collate_fn([data.train_dataset[0]])
+    engine = find_saved_model(str(where / "alone")).load_engine(run.layout)
     expected = float(engine.model(**batch).loss)
     return (
         difference,

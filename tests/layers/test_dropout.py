@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.random_state import LocalRandomState
+from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import (
     DropoutForParallelInput,
@@ -146,7 +146,7 @@ def sharded_mlp(axis: Axis, random: bool = True) -> Any:
     mlp.down = Linear1D_Row.from_native_module(mlp.down, axis)
     mlp.up.block = mlp.down.block = block
     block.columns.append(mlp.up)
-    block.register_entry(mlp)
+    block.register_entry_hooks(mlp)
     return mlp
 
 
@@ -204,15 +204,15 @@ def test_a_checkpointed_block_has_the_same_gradients(pool2: WorkerPool, use_reen
 
 
 def streams(seed: int) -> list[Tensor]:
-    stream, x = LocalRandomState(axis_here().rank), torch.ones(1)
+    stream, x = LocalRNGState(axis_here().rank), torch.ones(1)
     torch.manual_seed(seed)
     out = []
     for _ in range(2):
-        stream.enter_local_state(x)
+        stream.enter_local_rng_state(x)
         out.append(torch.rand(SIZE))
-        stream.leave_local_state()
+        stream.exit_local_rng_state()
         out.append(torch.rand(SIZE))
-    stream.leave_local_state()  # outside already: nothing happens
+    stream.exit_local_rng_state()  # outside already: nothing happens
     return [*out, torch.rand(SIZE)]
 
 

@@ -34,7 +34,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(" ".join(name for name, term in terms.items() if term is not None))
         return fused_ops.apply_bias_activation_gate(act, x, bias, gate)
 
-    monkeypatch.setattr(fused, "get_compiled_bias_activation_gate", lambda device: noted)
+    monkeypatch.setattr(fused, "get_compiled_bias_act_gate", lambda device: noted)
     return found
 
 
@@ -210,7 +210,7 @@ def test_fused_activation_works_under_no_grad_and_in_inference_mode() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_kernel_equals_eager_for_any_batch_size(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     compiled = torch.compile(fused_ops.apply_bias_activation_gate, dynamic=True, backend=backend)
-    monkeypatch.setattr(fused, "get_compiled_bias_activation_gate", lambda device: compiled)
+    monkeypatch.setattr(fused, "get_compiled_bias_act_gate", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     for shape in ((4, 6, 8), (3, 5, 8)):

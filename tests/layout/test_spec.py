@@ -86,8 +86,8 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 @given(specs())
 def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    parts = [spec.slice_full_tensor(full, coords) for coords in spec.list_rank_coords()]
-    assert [tuple(p.shape) for p in parts] == [spec.get_local_shape(coords) for coords in spec.list_rank_coords()]
+    parts = [spec.slice_full_tensor(full, coords) for coords in spec.get_all_rank_coords()]
+    assert [tuple(p.shape) for p in parts] == [spec.get_local_shape(coords) for coords in spec.get_all_rank_coords()]
     assert torch.equal(spec.assemble_full_tensor(parts), full)
 
 
@@ -95,7 +95,7 @@ def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
 @given(specs())
 def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    for coords in spec.list_rank_coords():
+    for coords in spec.get_all_rank_coords():
         local = spec.slice_full_tensor(full, coords)
         seen = torch.zeros(local.shape, dtype=torch.int)
         for box in spec.boxes(coords):
@@ -109,12 +109,12 @@ def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
 def test_num_copies_counts_every_copy(spec: ShardSpec) -> None:
     """Each copy weighted by 1 / num_copies, every element counts once."""
     ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
-    for coords in spec.list_rank_coords():
+    for coords in spec.get_all_rank_coords():
         share = spec.slice_full_tensor(ones, coords) / spec.count_copies(coords)
         for box in spec.boxes(coords):
             box.view_in_full(total).add_(box.view_in_local(share))
     assert torch.allclose(total, ones)
-    held = sum(prod(spec.get_local_shape(coords)) for coords in spec.list_rank_coords())
+    held = sum(prod(spec.get_local_shape(coords)) for coords in spec.get_all_rank_coords())
     assert held == int((ones * spec.count_copies()).sum())
     assert spec.is_partition == (held == prod(spec.shape))
 
@@ -128,7 +128,7 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
             HeadLayout(heads, kv, width, ranks)
         return
     layout = HeadLayout(heads, kv, width, ranks)
-    assert sum(layout.count_query_heads(r) for r in range(ranks)) == heads
+    assert sum(layout.get_num_query_heads(r) for r in range(ranks)) == heads
     for rank in range(ranks):
         wanted = [h // group for h in range(layout.query_head_bounds[rank], layout.query_head_bounds[rank + 1])]
         held = layout.get_stored_kv_heads(rank)

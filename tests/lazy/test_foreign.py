@@ -97,7 +97,7 @@ def test_remote_code_is_not_run_without_consent_and_without_a_prompt(
     with pytest.raises(ConfigError, match="trust_remote_code=True"):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
     with pytest.raises(ConfigError, match="custom code"):
-        find_model_source(str(folder), dropout=False)
+        find_model_source(str(folder), use_dropout=False)
     with pytest.raises(ConfigError, match="is not True or False"):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder, trust_remote_code="yes")
 
@@ -151,9 +151,9 @@ def test_a_run_needs_consent_for_remote_code(
             load_model_config(run_of(folder, random=random, **without))
     config = run_of(folder, random=random, trust_remote_code=True)
     for lazy in (True, False):
-        assert type(build_model(config, data, load_model_config(config), lazy=lazy)).__name__ == "OwnModel"
+        assert type(build_model(config, data, load_model_config(config), lazy_init=lazy)).__name__ == "OwnModel"
     assert (
-        type(load_tokenizer(None, str(folder), has_random_weights=False, trust_remote_code=True).tokenizer).__name__
+        type(load_tokenizer(None, str(folder), has_random_weights=False, trust_remote_code=True).hf_tokenizer).__name__
         == "OwnTokenizer"
     )
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
@@ -212,7 +212,7 @@ def test_only_model_classes_named_by_files_are_used() -> None:
 def test_invalid_architectures_are_ignored_or_refused(folder: Path, named: Any) -> None:
     change(folder, architectures=named)
     try:
-        source = find_model_source(str(folder), dropout=False)
+        source = find_model_source(str(folder), use_dropout=False)
     except ShardFormerError as error:
         assert named not in ([], None) and error.remedy  # a string, in the oldest transformers
     else:
@@ -243,7 +243,7 @@ def test_config_fields_of_wrong_types_raise_or_work(folder: Path, fields: dict[s
     change(folder, **fields)
     for use in (
         lambda: shardformer.from_pretrained(getattr(transformers, kind), folder),
-        lambda: find_model_source(str(folder), dropout=False).model_fn(),
+        lambda: find_model_source(str(folder), use_dropout=False).model_fn(),
     ):
         try:
             assert isinstance(use(), torch.nn.Module)
@@ -257,4 +257,4 @@ def test_a_config_that_is_not_an_object_is_refused(folder: Path, text: str) -> N
     with pytest.raises(ShardFormerError):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
     with pytest.raises(ShardFormerError):
-        find_model_source(str(folder), dropout=False)
+        find_model_source(str(folder), use_dropout=False)

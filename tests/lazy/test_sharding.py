@@ -236,7 +236,10 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
         place = init_recipe.get_deferred_storage(taken)
         assert place is not None
         sizes = [
-            (v.dtype, v.deferred.num_bytes) for s in init_recipe.get_init_recipe(place) for v in s.out if v is not None
+            (v.dtype, v.deferred.num_bytes)
+            for s in init_recipe.get_init_recipe(place)
+            for v in s.output_views
+            if v is not None
         ]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
     assert torch.equal(_values(part), _values(model.weight)[:8])

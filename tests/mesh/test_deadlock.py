@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import deadlock_detection
 from shardformer.mesh import deadlock_detection as presence
-from shardformer.mesh.deadlock_detection import RankWaitReport, find_deadlock, format_deadlock
+from shardformer.mesh.deadlock_detection import RankWaitReport, find_deadlocked_ranks, format_deadlock_error
 from shardformer.mesh.init_distributed import launch_from_torch
 
 
@@ -74,11 +74,11 @@ CASES: dict[str, tuple[list[RankWaitReport], dict[int, int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_deadlocked_ranks_are_detected(case: str) -> None:
     reports, expected = CASES[case]
-    known = {rank: RankWaitReport.from_text(report.to_text()) for rank, report in enumerate(reports)}
-    found = find_deadlock(known, 10.0)
+    known = {rank: RankWaitReport.from_json(report.to_json()) for rank, report in enumerate(reports)}
+    found = find_deadlocked_ranks(known, 10.0)
     assert found == expected
     if found:
-        assert "rank 0 waits in" in format_deadlock(found, known)
+        assert "rank 0 waits in" in format_deadlock_error(found, known)
 
 
 def watched(is_slow: bool) -> tuple[int, str]:

@@ -41,7 +41,7 @@ NAMES = st.sets(st.sampled_from(AXES), min_size=1)
 @given(SIZES, NAMES)
 def test_groups_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
     grid = RankGrid.from_sizes(sizes)
-    lines = grid.list_rank_groups(*names)
+    lines = grid.get_rank_groups(*names)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod(sizes[name] for name in names)}
     for line in lines:
@@ -62,9 +62,9 @@ def test_coordinates_are_unique(sizes: dict[str, int]) -> None:
 def test_flattened_view_equals_its_axes(viewed: tuple[RankGrid, list[str], dict[str, int]], others: set[str]) -> None:
     grid, of, folded = viewed
     others -= set(of)
-    assert grid.list_rank_groups(*folded, *others) == grid.list_rank_groups(*of, *others)
+    assert grid.get_rank_groups(*folded, *others) == grid.get_rank_groups(*of, *others)
     part = list(folded)[:2]
-    lines = grid.list_rank_groups(*part, *others)
+    lines = grid.get_rank_groups(*part, *others)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod({**grid.sizes, **folded}[name] for name in [*part, *others])}
     assert prod(grid.sizes.values()) == len(grid.ranks)
@@ -87,17 +87,17 @@ def test_view_keeps_coordinates(viewed: tuple[RankGrid, list[str], dict[str, int
 
 def test_groups_over_some_ranks_of_an_axis() -> None:
     grid = RankGrid.from_sizes({"data": 2, "pipe": 3, "tensor": 2})
-    assert grid.list_rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
-    assert grid.list_rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
+    assert grid.get_rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
+    assert grid.get_rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
 def test_expert_axis_over_data_and_tensor() -> None:
     grid = RankGrid.from_sizes({"data": 4, "pipe": 2, "tensor": 2}).with_reshaped_axes(
         ["data", "tensor"], {"replica": 2, "expert": 4}
     )
-    assert grid.list_rank_groups("expert")[0] == (0, 1, 4, 5)
-    assert grid.list_rank_groups("replica")[0] == (0, 8)
-    assert grid.list_rank_groups("pipe", "replica")[0] == (0, 2, 8, 10)
+    assert grid.get_rank_groups("expert")[0] == (0, 1, 4, 5)
+    assert grid.get_rank_groups("replica")[0] == (0, 8)
+    assert grid.get_rank_groups("pipe", "replica")[0] == (0, 2, 8, 10)
 
 
 CUBE = RankGrid.from_sizes({"data": 2, "tensor": 8}).with_reshaped_axes(["tensor"], {"row": 2, "column": 2, "depth": 2})
@@ -129,17 +129,17 @@ def test_invalid_view_is_refused(of: list[str], sizes: dict[str, int], said: str
 
 def test_overlapping_axes_are_refused() -> None:
     grid = CUBE.with_reshaped_axes(["data", "tensor"], {"replica": 4, "expert": 4})
-    assert grid.list_rank_groups("tensor", "row") == grid.list_rank_groups("tensor")
+    assert grid.get_rank_groups("tensor", "row") == grid.get_rank_groups("tensor")
     for names in (("row", "expert"), ("data", "expert")):
         with pytest.raises(ConfigError, match=f"{', '.join(names)} cannot be combined, because they overlap"):
-            grid.list_rank_groups(*names)
+            grid.get_rank_groups(*names)
 
 
 def test_group_crosses_hosts() -> None:
     grid = RankGrid.from_sizes({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
-    assert [
-        grid.crosses_hosts(line) for line in (*grid.list_rank_groups("tensor"), *grid.list_rank_groups("data"))
-    ] == [False] * 2 + [True] * 2
+    assert [grid.crosses_hosts(line) for line in (*grid.get_rank_groups("tensor"), *grid.get_rank_groups("data"))] == [
+        False
+    ] * 2 + [True] * 2
     assert RankGrid.from_sizes({"tensor": 2}).crosses_hosts((0, 1)) is None
 
 

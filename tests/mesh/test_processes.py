@@ -14,7 +14,7 @@ from shardformer.comm.collectives import (
     all_reduce,
     broadcast,
     reduce_scatter,
-    start_all_gather_into,
+    start_all_gather_into_tensor,
     start_all_to_all,
     start_inplace_all_reduce,
 )
@@ -53,8 +53,8 @@ def test_group_with_one_backend_per_device(
             self.device = torch.device(device)
 
     devices = {"cpu", "cuda"}
-    assert {d for d in devices if transport.prefers_direct_exchange(On(d))} == gloo  # type: ignore[arg-type]
-    assert {d for d in devices if transport.serializes_sends(torch.device(d))} == nccl
+    assert {d for d in devices if transport.is_direct_exchange_faster(On(d))} == gloo  # type: ignore[arg-type]
+    assert {d for d in devices if transport.has_serialized_sends(torch.device(d))} == nccl
 
 
 class OfAGpu:
@@ -110,7 +110,7 @@ def _collectives(context: ParallelContext, axis: Any, mine: float) -> list[torch
         start_inplace_all_reduce(large, axis, "test").wait(),
         all_gather(torch.full((2, 4 - axis.rank), mine), axis, 1, 7),
         reduce_scatter(torch.arange(14.0).view(2, 7) * mine, axis, 1),
-        start_all_gather_into(out, torch.full((3,), mine), axis, "test").wait(),
+        start_all_gather_into_tensor(out, torch.full((3,), mine), axis, "test").wait(),
         start_all_to_all([torch.full((2,), mine), torch.full((2,), -mine)], [2, 2], axis, "test").wait(),
         broadcast(torch.full((4,), mine), axis, 1),
         received.wait(),

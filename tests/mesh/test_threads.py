@@ -26,7 +26,7 @@ from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With exchanges as over gloo, and with gathers and scatters of equal shards as over NCCL."""
-    monkeypatch.setattr(ThreadTransport, "prefers_direct_exchange", lambda self, x: direct)
+    monkeypatch.setattr(ThreadTransport, "is_direct_exchange_faster", lambda self, x: direct)
     rows = torch.arange(7.0 * size).view(size, 7)
 
     def collect(context: ParallelContext) -> list[Any]:
@@ -67,7 +67,7 @@ def test_messages_arrive_in_order() -> None:
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "serializes_sends", lambda self, device: in_turn)
+    monkeypatch.setattr(ThreadTransport, "has_serialized_sends", lambda self, device: in_turn)
 
     def talk(context: ParallelContext) -> tuple[float, int]:
         wires, rank = PointToPointCommunicator(context), context.pipe.rank
@@ -81,14 +81,12 @@ def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monk
 def test_missing_ranks_of_a_call_are_reported() -> None:
     def meet(context: ParallelContext) -> list[int]:
         return (
-            [*context.data.transport.announce_collective("supper", waits=True).missing]
-            if context.data.rank != 1
-            else []
+            [*context.data.transport.announce_collective("supper", wait=True).missing] if context.data.rank != 1 else []
         )
 
     assert run_as_threads(meet, data=3) == [[1], [], [1]]
     calls = run_as_threads(
-        lambda c: c.data.transport.announce_collective(f"{c.data.rank % 2}", waits=True).calls, data=3
+        lambda c: c.data.transport.announce_collective(f"{c.data.rank % 2}", wait=True).calls, data=3
     )
     assert (
         calls

@@ -220,5 +220,5 @@ register_small_model_family(
     "chatglm",
     __name__,
     ("ChatGLMForConditionalGeneration", "ChatGLMForSequenceClassification"),
-    num_layers="num_layers",
+    num_layers_field="num_layers",
 )

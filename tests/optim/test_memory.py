@@ -58,7 +58,7 @@ def test_measured_memory_equals_the_estimate(ranks: int, stage: int, precision: 
         ours = shard_optimizer(model, optimizer, stage=stage, precision=precision)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
-        sums = [shard.reduced_gradients for shard in ours.shards if shard.reduced_gradients is not None]
+        sums = [shard.reduced_grads for shard in ours.shards if shard.reduced_grads is not None]
         pieces = [piece.value for shard in ours.shards for piece in shard.slices]
         ours.step()
         ours.zero_grad()

@@ -78,7 +78,7 @@ def trained(
         ours, seen = shard_optimizer(model, made, offload=offload, bucket_bytes=4096, **how), []
         for step in range(STEPS):
             for n in range(micro):
-                batch = RandomBatchFactory(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
+                batch = RandomBatchFactory(DEFAULT_HEAD[family], batch_size=2)(10 * step + n + 5 * context.rank)
                 with ours.no_sync() if n + 1 < micro else nullcontext():
                     ours.backward(compute_model_loss(model, batch) / micro)
             ours.step()
@@ -157,7 +157,7 @@ def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypat
     from shardformer.zero.flat_shards import FlatShard
 
     order: list[str] = []
-    receive, end = FlatShard.receive, GradientReducer._on_backward_end
+    receive, end = FlatShard.accumulate_reduced_grads, GradientReducer._on_backward_end
     monkeypatch.setattr(FlatShard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
     monkeypatch.setattr(GradientReducer, "_on_backward_end", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]
@@ -241,7 +241,7 @@ def test_master_weights_and_states_are_in_files_between_steps(tmp_path: Path) ->
         assert all(x.numel() < 2 for state in ours.inner[0].state.values() for x in state.values())
     host: Any = ours._host
     assert host.disk._num_made <= 3
-    assert host.disk.measure_bandwidth("read") > 0 and host.disk.measure_bandwidth("written") > 0
+    assert host.disk.get_measured_bandwidth("read") > 0 and host.disk.get_measured_bandwidth("written") > 0
 
 
 class Full:

@@ -20,7 +20,12 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import shardformer
 from shardformer.comm.collectives import broadcast_object
 from shardformer.consistency.rank_divergence import get_metadata_of_trained_models
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, get_metadata, group_by_metadata
+from shardformer.layout.sharding_metadata import (
+    ShardingMetadata,
+    get_local_metadata,
+    get_metadata,
+    group_params_by_metadata,
+)
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
@@ -250,26 +255,26 @@ def test_parameter_has_the_metadata_of_all_its_models() -> None:
     one, other = plain_model(), plain_model()
     first, second = table(one), table(other)
     params = [*other.parameters(), *one.parameters(), nn.Parameter(torch.ones(1))]
-    assert list(group_by_metadata(params)) == [first, second]
-    assert group_by_metadata(params)[first] == first.entries
+    assert list(group_params_by_metadata(params)) == [first, second]
+    assert group_params_by_metadata(params)[first] == first.entries
     some = list(other.parameters())[:2]
-    assert [e.param for e in group_by_metadata(some)[second]] == some
+    assert [e.param for e in group_params_by_metadata(some)[second]] == some
     reference = copy.deepcopy(one)
-    assert list(group_by_metadata(reference.parameters())) == [get_metadata(reference)]
+    assert list(group_params_by_metadata(reference.parameters())) == [get_metadata(reference)]
 
 
 def test_metadata_is_released_with_its_model() -> None:
     model = plain_model()
     params = list(model.parameters())
     table(model)
-    assert len(group_by_metadata(params)) == 1
+    assert len(group_params_by_metadata(params)) == 1
     torch.utils.swap_tensors(params[0], nn.Parameter(torch.zeros(1)))  # raises if there are weak references
     for module in model.modules():
         for name in [name for name in vars(module) if name.startswith("_shardformer")]:
             del vars(module)[name]
     model.__dict__.clear()
     gc.collect()
-    assert group_by_metadata(params) == {}
+    assert group_params_by_metadata(params) == {}
 
 
 def test_thread_ranks_have_their_own_models() -> None:

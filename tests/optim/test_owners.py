@@ -20,7 +20,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.optimizers import LAMB, LARS, needs_full_matrices
+from shardformer.zero.optimizers import LAMB, LARS, requires_full_matrices
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, Job, Weights
@@ -133,7 +133,7 @@ def test_wrapped_step_does_not_hide_the_kind_of_optimizer() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     ran: list[int] = []
     optimizer.register_step_post_hook(lambda *_: ran.append(1))
-    assert needs_full_matrices(optimizer)
+    assert requires_full_matrices(optimizer)
     assert ran == []
 
 
@@ -231,7 +231,7 @@ def test_optimizer_with_random_updates_is_rejected() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
 def test_elementwise_optimizers_get_slices(kind: str) -> None:
     made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert not needs_full_matrices(made)
+    assert not requires_full_matrices(made)
 
 
 def test_invalid_lr_of_lamb_and_lars_is_rejected() -> None:

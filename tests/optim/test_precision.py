@@ -188,7 +188,7 @@ def test_on_nonfinite_skips_or_ignores() -> None:
 
 def test_pipeline_scales_the_loss_only_for_the_backward_pass() -> None:
     """The reported loss is unscaled. GPT-2 over two stages, compared with one process in fp32."""
-    batches = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)
+    batches = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch_size=4)
 
     def build() -> Any:
         torch.manual_seed(0)

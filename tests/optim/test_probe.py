@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
-from shardformer.zero.optimizers import can_step_params_separately, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.optimizers import (
+    can_step_params_separately,
+    estimate_optimizer_state_bytes,
+    requires_full_matrices,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},
@@ -21,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_optimizer_is_probed_on_the_cpu(kind: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], **KINDS[kind])
-    assert not needs_full_matrices(optimizer)
+    assert not requires_full_matrices(optimizer)
     assert can_step_params_separately(optimizer)
     assert optimizer.param_groups[0]["capturable"] == KINDS[kind].get("capturable", False)
 
@@ -30,6 +34,6 @@ def test_probe_uses_real_tensors_under_fake_tensors() -> None:
     with enable_fake_tensors():
         param = nn.Parameter(torch.ones(40, 40))
         optimizer = torch.optim.AdamW([param])
-        assert not needs_full_matrices(optimizer)
+        assert not requires_full_matrices(optimizer)
         assert can_step_params_separately(optimizer)
-        assert estimate_state_bytes(optimizer, optimizer.param_groups[0], param) == 2 * 4 * 1600
+        assert estimate_optimizer_state_bytes(optimizer, optimizer.param_groups[0], param) == 2 * 4 * 1600

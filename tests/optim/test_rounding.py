@@ -83,7 +83,7 @@ def test_tensor_ranks_round_replicated_parameters_identically(masters: str) -> N
         how = MixedPrecision("bf16", master_weights=masters)
         ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision=how)
         for step in range(3):
-            ours.backward(compute_model_loss(model, RandomBatchFactory(DEFAULT_HEAD["llama"], batch=2)(step)))
+            ours.backward(compute_model_loss(model, RandomBatchFactory(DEFAULT_HEAD["llama"], batch_size=2)(step)))
             ours.step()
             ours.zero_grad()
         ends = [place.stop for shard in ours.shards for place in shard.places]

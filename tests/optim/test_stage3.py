@@ -29,7 +29,7 @@ from shardformer.zero import stage3_parameters
 from shardformer.zero import stage3_parameters as units
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.shard_optimizer import shard_optimizer
-from shardformer.zero.stage3_gather_schedule import GatherScheduler
+from shardformer.zero.stage3_gather_schedule import ParamGatherScheduler
 from shardformer.zero.stage3_parameters import Stage3ParamGroup, UngatheredParameter, group_params_by_layer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_stages, check_weights
@@ -640,10 +640,10 @@ def test_changed_order_of_layers_raises() -> None:
 # --------------------------------------------------------------------------------------- would it be noticed if not so?
 
 
-def alone(self: GatherScheduler, index: int) -> None:
+def alone(self: ParamGatherScheduler, index: int) -> None:
     """Let each rank gather only what it reads itself."""
-    if index != -1 and index != self._current_index:
-        self._gather_next(index, ())
+    if index != -1 and index != self._current_group_index:
+        self._gather_next_group(index, ())
 
 
 def own_gradients(original: Any) -> Any:
@@ -658,7 +658,7 @@ def own_gradients(original: Any) -> Any:
 
 def test_missing_schedule_or_reduction_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
-        patch.setattr(GatherScheduler, "_gather_up_to", alone)
+        patch.setattr(ParamGatherScheduler, "_gather_through_group", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(ReduceScatterToShards, "start_reduction", own_gradients(ReduceScatterToShards.start_reduction))

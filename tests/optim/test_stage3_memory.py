@@ -26,7 +26,7 @@ def chunks(size: int = 4000) -> GatherBufferPool:
 
 def used(memory: GatherBufferPool, numel: int) -> int:
     """Return the address of a buffer that was taken and returned."""
-    x = memory.take(numel, torch.float32, CPU)
+    x = memory.acquire_buffer(numel, torch.float32, CPU)
     address, key = x.data_ptr(), get_storage_id(x)
     del x
     memory.return_buffer(key)
@@ -36,18 +36,18 @@ def used(memory: GatherBufferPool, numel: int) -> int:
 def test_buffer_is_reused() -> None:
     memory = chunks()
     address = used(memory, 1000)
-    assert memory.take(900, torch.float16, CPU).data_ptr() != address  # it would fill less than half
-    assert memory.take(900, torch.float32, CPU).data_ptr() == address
+    assert memory.acquire_buffer(900, torch.float16, CPU).data_ptr() != address  # it would fill less than half
+    assert memory.acquire_buffer(900, torch.float32, CPU).data_ptr() == address
 
 
 def test_referenced_buffer_is_not_reused() -> None:
     memory = chunks()
-    x = memory.take(1000, torch.float32, CPU).fill_(7)
+    x = memory.acquire_buffer(1000, torch.float32, CPU).fill_(7)
     view, address, key = x[5:9], x.data_ptr(), get_storage_id(x)
     del x
     memory.return_buffer(key)
     assert not memory._lent
-    y = memory.take(1000, torch.float32, CPU).zero_()
+    y = memory.acquire_buffer(1000, torch.float32, CPU).zero_()
     assert y.data_ptr() != address and view.tolist() == [7] * 4
 
 
@@ -62,7 +62,7 @@ def test_layers_and_gradients_use_few_buffers(offload: OffloadConfig | None, mon
     """Each rank allocates no more buffers than are used at a time, over all steps."""
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     made: list[int] = []
-    take = GatherBufferPool.take
+    take = GatherBufferPool.acquire_buffer
 
     def counting(self: GatherBufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         before = len(self._free)

@@ -55,7 +55,7 @@ class Job:
 
     def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
         """Return the loss of one data rank. Each rank has its own samples."""
-        batch = RandomBatchFactory(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
+        batch = RandomBatchFactory(DEFAULT_HEAD[self.family], batch_size=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         return compute_model_loss(model, batch) / self.micro
 
@@ -339,7 +339,7 @@ def test_schedulers_closures_and_saved_states() -> None:
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
-STAGED = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch=4)
+STAGED = RandomBatchFactory(DEFAULT_HEAD["gpt2"], batch_size=4)
 
 
 def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> list[Any]:

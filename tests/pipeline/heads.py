@@ -39,7 +39,7 @@ def model_of(head: str, **changes: Any) -> nn.Module:
 def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> Batch:
     """A batch of 8 rows. All labels of the rows ``nothing_in`` are ignored, if labels can be ignored."""
     num_labels = 2 if head == "AlbertForPreTraining" else 3
-    batch = RandomBatchFactory(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
+    batch = RandomBatchFactory(head, batch_size=sum(SIZES), num_labels=num_labels, **changes)(0)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     labels = batch.get("labels")
     if labels is not None and labels.dim() > 1 and not labels.is_floating_point():

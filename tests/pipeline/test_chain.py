@@ -39,7 +39,7 @@ def home_of(sample: SmallModelFactory) -> dict[str, frozenset[int]]:
 def test_layer_calls_are_in_execution_order() -> None:
     _, chain = chain_of(SmallModelFactory("whisper"))
     assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
-    assert chain.stack_starts == (0, 2)
+    assert chain.stack_start_indices == (0, 2)
     _, albert = chain_of(SmallModelFactory("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
     assert [unit[-1] for unit in albert.layer_calls] == list("00011"), (
         "groups of the five layers, as the model calls them"
@@ -48,16 +48,16 @@ def test_layer_calls_are_in_execution_order() -> None:
 
 def test_received_states_depend_on_first_layer_of_stage() -> None:
     _, chain = chain_of(SmallModelFactory("t5"))
-    assert [chain.list_received_activations(unit) for unit in range(4)] == [
+    assert [chain.get_received_activation_names(unit) for unit in range(4)] == [
         (),
         ("hidden",),
         ("context",),
         ("hidden", "context"),
     ]
     _, swin = chain_of(SmallModelFactory("swin"))
-    assert {swin.list_received_activations(unit) for unit in range(1, 3)} == {("hidden",)}
+    assert {swin.get_received_activation_names(unit) for unit in range(1, 3)} == {("hidden",)}
     _, blip = chain_of(SmallModelFactory("blip-2"))
-    handed = [chain_.list_received_activations(unit) for chain_ in [blip] for unit in range(6)]
+    handed = [chain_.get_received_activation_names(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
 
@@ -111,7 +111,7 @@ def test_modules_read_by_all_layers_are_on_every_stage() -> None:
 
 def test_every_parameter_belongs_to_a_stage() -> None:
     model, chain = chain_of(SmallModelFactory("blip-2"))
-    held = map_tensors_to_stages(map_tensors_to_layers(model, chain), chain.get_stage_ranges([0, 1, 5, 6]))
+    held = map_tensors_to_stages(map_tensors_to_layers(model, chain), chain.get_stage_layer_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 

@@ -407,7 +407,7 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
     if later:
         monkeypatch.setattr(
             MicroBatchLossScaler,
-            "_check_or_defer",
+            "_check_or_defer_on_gpu",
             lambda self, valid, describe: self._deferred_checks.append((valid, describe)),
         )
     with pytest.raises(ConfigError, match=what) as error:

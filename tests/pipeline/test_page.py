@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pipeline.schedule_chart import summarize_schedule
+from shardformer.pipeline.schedule_chart import get_schedule_summary_lines
 from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate_schedule
 from tests.pipeline.schedule_checks import grid_rows
 from tests.scripts import SHARDFORMER
@@ -64,7 +64,7 @@ def test_picture_matches_schedule(picture: str) -> None:
     _, _, name, _, stages, _, micro_batches = head.split()
     schedule = make_schedule(name, int(stages), int(micro_batches))
     timeline = simulate_schedule(schedule)
-    assert lines == [*grid_rows(schedule, timeline), *summarize_schedule(schedule, timeline)]
+    assert lines == [*grid_rows(schedule, timeline), *get_schedule_summary_lines(schedule, timeline)]
 
 
 def test_all_schedules_are_on_the_page() -> None:

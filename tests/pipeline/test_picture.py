@@ -12,15 +12,15 @@ import pytest
 from shardformer.errors import ConfigError
 from shardformer.pipeline.schedule_chart import (
     check_chart_path,
-    choose_action_colors,
     format_schedule_as_text,
-    save_chart,
+    get_action_colors,
+    save_schedule_chart,
 )
 from shardformer.pipeline.schedules import (
     SCHEDULES,
     Action,
     ActionKind,
-    drop_backward_passes,
+    make_forward_only_schedule,
     make_schedule,
     simulate_schedule,
 )
@@ -44,7 +44,7 @@ def test_text_contains_legend_and_costs() -> None:
 
 
 def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
-    schedule = drop_backward_passes(make_schedule("1f1b", 1, 3))
+    schedule = make_forward_only_schedule(make_schedule("1f1b", 1, 3))
     assert format_schedule_as_text(schedule, simulate_schedule(schedule)).splitlines()[-3:] == [
         "F forward; the number is the micro-batch",
         "bubble     0.0% of 3 units of time",
@@ -73,7 +73,7 @@ def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
 def test_band_starts_with_time_of_first_column() -> None:
     schedule = make_schedule("1f1b", 2, 8)
     timeline = simulate_schedule(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
-    bands = format_schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
+    bands = format_schedule_as_text(schedule, timeline, max_line_width=45).split("\n\n")[:-1]
     assert [band.splitlines()[0].split() for band in bands] == [
         ["time", "0", "2.5"],
         ["time", "5", "7.5"],
@@ -106,13 +106,11 @@ def test_rounded_times_are_noted() -> None:
 def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, 2, 4)
     timeline = simulate_schedule(schedule)
-    save_chart(schedule, timeline, tmp_path / "chart.svg")
+    save_schedule_chart(schedule, timeline, tmp_path / "chart.svg")
     svg = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     for said in ("rank 0", f"{name}: 2 stages, 4 micro-batches", f"bubble (idle) {timeline.bubble:.1%}", "forward"):
         assert said in svg
-    wanted = Counter(
-        choose_action_colors(schedule, action)[0].lower() for order in schedule.actions for action in order
-    )
+    wanted = Counter(get_action_colors(schedule, action)[0].lower() for order in schedule.actions for action in order)
     drawn = Counter(re.findall(r"fill: (#\w{6}); stroke: #ffffff", svg))
     assert drawn == wanted
 
@@ -121,14 +119,14 @@ def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
 def test_charts_are_reproducible(tmp_path: Path) -> None:
     schedule = make_schedule("zbv", 2, 4)
     for name in ("one.svg", "two.svg"):
-        save_chart(schedule, simulate_schedule(schedule), tmp_path / name)
+        save_schedule_chart(schedule, simulate_schedule(schedule), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 @needs_matplotlib
 def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", 2, 100)
-    save_chart(schedule, simulate_schedule(schedule), tmp_path / "chart.png")
+    save_schedule_chart(schedule, simulate_schedule(schedule), tmp_path / "chart.png")
     head = (tmp_path / "chart.png").read_bytes()[:24]
     assert head[1:4] == b"PNG" and int.from_bytes(head[16:20]) <= 40 * 160
 
@@ -136,7 +134,7 @@ def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
 def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-    faces = {choose_action_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    faces = {get_action_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 
@@ -152,4 +150,6 @@ def test_invalid_chart_path_raises(tmp_path: Path) -> None:
 def test_missing_matplotlib_raises_with_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
-        save_chart(make_schedule("1f1b", 2, 2), simulate_schedule(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")
+        save_schedule_chart(
+            make_schedule("1f1b", 2, 2), simulate_schedule(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.stage_forward import ParameterPlaceholders, compute_placeholder_output, is_placeholder
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, is_all_nan, make_placeholder_output
 
 
 def parts() -> tuple[nn.Module, ParameterPlaceholders]:
@@ -20,7 +20,7 @@ def parts() -> tuple[nn.Module, ParameterPlaceholders]:
 def stands(model: nn.Module, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
     value: Tensor = getattr(model.get_submodule(owner), name)
-    assert is_placeholder(value) and value.untyped_storage().nbytes() <= 8
+    assert is_all_nan(value) and value.untyped_storage().nbytes() <= 8
     return value
 
 
@@ -56,8 +56,8 @@ def test_linear_placeholder_uses_autocast_dtype_and_embedding_its_own() -> None:
     x, ids = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            assert compute_placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
-            assert compute_placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
-    assert compute_placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
-        compute_placeholder_output(linear, (x,), {})
+            assert make_placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
+            assert make_placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
+    assert make_placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_all_nan(
+        make_placeholder_output(linear, (x,), {})
     )

@@ -74,7 +74,7 @@ def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
     model = SmallModelFactory("gpt2", changes={"n_layer": 4})()
     model = shard_model(model, config=ShardConfig(pipeline_stage_manager=manager))
     pipeline = Pipeline(model, micro_batches=micro_batches)
-    batch: Any = RandomBatchFactory("GPT2LMHeadModel", batch=8)(0)
+    batch: Any = RandomBatchFactory("GPT2LMHeadModel", batch_size=8)(0)
     with pipeline.trace() as trace:
         pipeline.step(batch)
     in_order = all(a[2] <= b[1] for a, b in zip(trace.spans, trace.spans[1:], strict=False))

@@ -18,11 +18,11 @@ from shardformer.pipeline.schedules import (
     assign_virtual_stages,
     check_schedule,
     compute_bubble_fraction,
-    drop_backward_passes,
     get_default_num_chunks,
-    list_sent_actions,
+    get_sent_actions,
+    make_forward_only_schedule,
     make_schedule,
-    round_up_micro_batches,
+    round_up_num_micro_batches,
     simulate_schedule,
 )
 from tests.pipeline.schedule_checks import find_problems, grid_rows
@@ -36,7 +36,7 @@ WITH_CHUNKS = [
 def sizes(name: str, chunks: int, largest: int = 32) -> list[tuple[int, int]]:
     """Every p up to 8 with accepted m up to ``largest``: all small ones, some large ones."""
     fit = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 12, 15, 16, 21, 24, 31, 32, 64) if m <= largest]
-    return [(p, m) for p, m in fit if round_up_micro_batches(name, p, chunks, at_least=m) == m]
+    return [(p, m) for p, m in fit if round_up_num_micro_batches(name, p, chunks, min_micro_batches=m) == m]
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -114,7 +114,7 @@ def test_every_schedule_of_every_size_is_valid(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):
         schedule = make_schedule(name, stages, micro_batches, chunks)
         assert find_problems(schedule) == [], (stages, micro_batches)
-        assert find_problems(drop_backward_passes(schedule)) == [], (stages, micro_batches)
+        assert find_problems(make_forward_only_schedule(schedule)) == [], (stages, micro_batches)
     assert find_problems(make_schedule(name, 8, 64, chunks)) == []
 
 
@@ -143,7 +143,7 @@ def test_only_zero_bubble_schedules_split_backwards(name: str) -> None:
 def test_drop_backward_keeps_order() -> None:
     for name in SCHEDULES:
         schedule = make_schedule(name, 4, 8)
-        for alone, order in zip(drop_backward_passes(schedule).actions, schedule.actions):
+        for alone, order in zip(make_forward_only_schedule(schedule).actions, schedule.actions):
             assert alone == tuple(action for action in order if action.kind is ActionKind.FORWARD)
 
 
@@ -244,7 +244,7 @@ def test_invalid_arguments_raise_with_alternative(arguments: tuple[str, int, int
 @given(st.sampled_from(WITH_CHUNKS), st.integers(1, 8), st.integers(-3, 70))
 def test_fitting_number_is_smallest_accepted(pair: tuple[str, int], stages: int, at_least: int) -> None:
     name, chunks = pair
-    fitting = round_up_micro_batches(name, stages, chunks, at_least)
+    fitting = round_up_num_micro_batches(name, stages, chunks, at_least)
     assert fitting >= at_least and make_schedule(name, stages, fitting, chunks).micro_batches == fitting
     for smaller in range(max(1, at_least), fitting):
         with pytest.raises(ConfigError, match=f"or {fitting}|Use {fitting}"):
@@ -268,23 +268,20 @@ def test_actions_match_placement() -> None:
 
 def test_messages_are_in_order_of_execution() -> None:
     schedule = make_schedule("1f1b", 3, 2)
-    assert [str(action) for action in list_sent_actions(schedule, 0, 1)] == ["F0@0", "F1@0"]
-    assert [str(action) for action in list_sent_actions(schedule, 1, 0)] == ["B0@1", "B1@1"]
+    assert [str(action) for action in get_sent_actions(schedule, 0, 1)] == ["F0@0", "F1@0"]
+    assert [str(action) for action in get_sent_actions(schedule, 1, 0)] == ["B0@1", "B1@1"]
     assert (
-        list_sent_actions(schedule, 0, 2)
-        == list_sent_actions(schedule, 2, 0)
-        == list_sent_actions(schedule, 1, 1)
-        == ()
+        get_sent_actions(schedule, 0, 2) == get_sent_actions(schedule, 2, 0) == get_sent_actions(schedule, 1, 1) == ()
     )
 
 
 def test_interleaved_is_a_ring_and_zbv_is_not() -> None:
     ring, v = make_schedule("interleaved", 3, 3), make_schedule("zbv", 3, 3)
-    assert {action.stage for action in list_sent_actions(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
-    assert {action.stage for action in list_sent_actions(ring, 0, 2)} == {3}
-    assert list_sent_actions(v, 2, 0) == list_sent_actions(v, 0, 2) == list_sent_actions(v, 2, 2) == ()
+    assert {action.stage for action in get_sent_actions(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
+    assert {action.stage for action in get_sent_actions(ring, 0, 2)} == {3}
+    assert get_sent_actions(v, 2, 0) == get_sent_actions(v, 0, 2) == get_sent_actions(v, 2, 2) == ()
     # rank 2 has stages 2 and 3: its F of 3 goes up, its I of 2 comes back; F of 2 and I of 3 stay
-    assert {(action.kind, action.stage) for action in list_sent_actions(v, 2, 1)} == {
+    assert {(action.kind, action.stage) for action in get_sent_actions(v, 2, 1)} == {
         (ActionKind.FORWARD, 3),
         (ActionKind.INPUT, 2),
     }
@@ -307,14 +304,14 @@ def test_in_order_messages_do_not_deadlock(name: str, chunks: int) -> None:
                     while point_to_point[peer, rank]:
                         done[rank].add(point_to_point[peer, rank].popleft())
                 action = schedule.actions[rank][at[rank]]
-                if not done[rank].issuperset(action.list_dependencies(schedule.last_stage)):
+                if not done[rank].issuperset(action.get_dependencies(schedule.last_stage)):
                     break
                 done[rank].add(action)
                 for peer in ranks:
-                    if action in list_sent_actions(schedule, rank, peer):
+                    if action in get_sent_actions(schedule, rank, peer):
                         point_to_point[rank, peer].append(action)
                         sent[rank, peer].append(action)
                 at[rank] += 1
                 moved = True
     assert at == [len(order) for order in schedule.actions]
-    assert all(tuple(sent[a, b]) == list_sent_actions(schedule, a, b) for a, b in sent)
+    assert all(tuple(sent[a, b]) == get_sent_actions(schedule, a, b) for a, b in sent)

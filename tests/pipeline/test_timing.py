@@ -15,7 +15,7 @@ from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
     Schedule,
-    drop_backward_passes,
+    make_forward_only_schedule,
     make_schedule,
     simulate_schedule,
 )
@@ -149,7 +149,7 @@ def test_actions_do_not_overlap_and_idle_time_adds_up(name: str, stages: int, ti
 
 
 def test_forwards_fill_and_drain_pipeline_once() -> None:
-    timeline = simulate_schedule(drop_backward_passes(make_schedule("1f1b", 4, 8)))
+    timeline = simulate_schedule(make_forward_only_schedule(make_schedule("1f1b", 4, 8)))
     assert timeline.makespan == 8 + 3
     assert timeline.in_flight == (8, 8, 8, 8)
 

@@ -30,7 +30,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import find_externally_referenced_ids
+from shardformer.sharding.checks import find_referenced_param_ids
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from tests.ops import seeing_parts
@@ -343,14 +343,14 @@ def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monke
 
 def test_parameter_referenced_elsewhere_is_detected() -> None:
     model = ToyLM(tied=True)
-    assert find_externally_referenced_ids(model) == set()
+    assert find_referenced_param_ids(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert find_externally_referenced_ids(model) == {id(p) for p in kept}
+    assert find_referenced_param_ids(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert find_externally_referenced_ids(model) == {id(p) for p in model.layers.parameters()}
+    assert find_referenced_param_ids(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert find_externally_referenced_ids(model) == set()
+    assert find_referenced_param_ids(model) == set()
 
 
 def test_parameters_added_after_sharding_are_refused() -> None:

@@ -28,39 +28,39 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
     assert layout.get_kv_split().full == num_kv_heads * head_dim
     for rank in range(ranks):
         heads = layout.get_query_split().get_local_length(rank) // head_dim
-        assert heads == layout.count_query_heads(rank) == layout.get_query_split(1).get_local_length(rank) >= 1
+        assert heads == layout.get_num_query_heads(rank) == layout.get_query_split(1).get_local_length(rank) >= 1
         # The forward pass repeats each KV head for the same number of query heads, in order.
         held, expand = layout.get_stored_kv_heads(rank), layout.get_local_kv_head_per_query(rank)
         seen = held if expand is None else [held[i] for i in expand]
         values = layout.get_local_attr_values(rank)
-        assert len(seen) == layout.count_used_kv_heads(rank) == values["kv_heads"]
-        first = sum(layout.count_query_heads(r) for r in range(rank))
+        assert len(seen) == layout.get_num_used_kv_heads(rank) == values["kv_heads"]
+        first = sum(layout.get_num_query_heads(r) for r in range(rank))
         assert [seen[h // values["groups"]] for h in range(heads)] == [(first + h) // group for h in range(heads)]
         assert values["width"] == heads * head_dim and values["heads"] == heads
 
 
 def test_example_of_the_docstring() -> None:
-    layout = HeadLayout(6, 2, head_dim=8, ranks=4)
+    layout = HeadLayout(6, 2, head_dim=8, num_ranks=4)
     assert [layout.get_stored_kv_heads(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
-    assert [layout.count_query_heads(rank) for rank in range(4)] == [2, 2, 1, 1]
+    assert [layout.get_num_query_heads(rank) for rank in range(4)] == [2, 2, 1, 1]
     assert layout.get_local_kv_head_per_query(1) is None  # 0 1 for heads 2 and 3: one each
     assert layout.get_kv_split().multiplicity == (2,) * 8 + (3,) * 8
 
 
 def test_kv_groups_are_not_split_if_there_are_enough() -> None:
-    layout = HeadLayout(12, 4, head_dim=2, ranks=3)
+    layout = HeadLayout(12, 4, head_dim=2, num_ranks=3)
     assert [layout.get_stored_kv_heads(rank) for rank in range(3)] == [[0, 1], [2], [3]]
     assert layout.get_kv_split().is_partition
 
 
 def test_each_partition_is_split_the_same_way() -> None:
-    layout = HeadLayout(12, 6, head_dim=2, ranks=2, partitions=2)  # 0 to 5 and 6 to 11, on KV 0 1 2 and 3 4 5
+    layout = HeadLayout(12, 6, head_dim=2, num_ranks=2, partitions=2)  # 0 to 5 and 6 to 11, on KV 0 1 2 and 3 4 5
     assert layout.get_query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
     assert layout.get_kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
     assert layout.get_local_attr_values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
-    assert HeadLayout(12, 4, 2, ranks=4, partitions=2).get_local_kv_head_per_query(1) is None
+    assert HeadLayout(12, 4, 2, num_ranks=4, partitions=2).get_local_kv_head_per_query(1) is None
     shared = HeadLayout(
-        20, 4, 2, ranks=3, partitions=2
+        20, 4, 2, num_ranks=3, partitions=2
     )  # per partition: ten heads on two KV heads, split into 4, 3 and 3
     assert shared.get_local_kv_head_per_query(1) == [0, 1, 1, 2, 3, 3]
 

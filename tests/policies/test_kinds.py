@@ -20,11 +20,11 @@ from shardformer.policies.module_descriptions import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
     check_field_types,
-    check_type,
-    describe_type,
+    check_value_type,
+    format_type_hint,
     get_cached_type_hints,
 )
-from shardformer.policies.policy import Policy, find_registered_policy
+from shardformer.policies.policy import Policy, get_registered_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
@@ -164,17 +164,17 @@ def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], w
 def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """The descriptions of the package are not checked when a model is sharded."""
     model = SmallModelFactory(family)()
-    known = find_registered_policy(model)
+    known = get_registered_policy(model)
     assert known is not None
     policy: Any = known[0]
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
     for name in RolePolicy.__annotations__:
-        check_type(family, name, getattr(policy, name), get_cached_type_hints(RolePolicy)[name])
+        check_value_type(family, name, getattr(policy, name), get_cached_type_hints(RolePolicy)[name])
     descriptions = policy.module_policy()
     assert descriptions
     for key, description in descriptions.items():
-        check_type(family, "key", key, ModuleKey)
+        check_value_type(family, "key", key, ModuleKey)
         check_field_types(description)
 
 
@@ -188,4 +188,4 @@ def test_changed_instance_of_a_shipped_policy_is_checked() -> None:
 def test_lists_and_tuples_are_interchangeable() -> None:
     LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), cross_states=["decoder", "states"])  # type: ignore[arg-type]
     Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
-    assert describe_type(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"
+    assert format_type_hint(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"

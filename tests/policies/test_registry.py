@@ -29,7 +29,7 @@ def test_importing_the_registry_imports_no_policy_or_transformers() -> None:
         import sys
         from shardformer.policies import policy
         early = [n for n in sys.modules if n.startswith("shardformer.policies.families") or n == "transformers"]
-        policy.FAMILIES["t5"].load_policy_class()
+        policy.FAMILIES["t5"].import_policy_class()
         print(early, sorted(n for n in sys.modules if n.startswith("shardformer.policies.families")))
         print("transformers" in sys.modules)
     """
@@ -39,9 +39,9 @@ def test_importing_the_registry_imports_no_policy_or_transformers() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_location_loads_a_policy(family: str) -> None:
-    policy = FAMILIES[family].load_policy_class()
+    policy = FAMILIES[family].import_policy_class()
     assert issubclass(policy, RolePolicy)
-    assert policy.__module__ == f"shardformer.policies.{FAMILIES[family].file_name}"
+    assert policy.__module__ == f"shardformer.policies.{FAMILIES[family].module_name}"
 
 
 @dataclass

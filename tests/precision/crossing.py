@@ -27,8 +27,13 @@ from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_
 from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import averages_loss_over_samples, compute_model_loss, count_samples
-from shardformer.verify.train_both import ForceFp64Mode, PrecomputedForward, _gather_full_tensors, _get_full_gradient
+from shardformer.verify.small_models import compute_model_loss, count_samples, is_loss_averaged_over_samples
+from shardformer.verify.train_both import (
+    ForceFp64Mode,
+    PrecomputedOutputModule,
+    _gather_full_tensors,
+    _get_full_gradient,
+)
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -198,8 +203,8 @@ class _Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         parallel = replace(self.parallel, **self.entry.options, precision=self.entry.asked)
         own: dict[str, Any] = {}
-        if averages_loss_over_samples(self.of.head):  # it gives no loss
-            own["loss_fn"] = lambda out, part: compute_model_loss(PrecomputedForward(model, out, part), part)
+        if is_loss_averaged_over_samples(self.of.head):  # it gives no loss
+            own["loss_fn"] = lambda out, part: compute_model_loss(PrecomputedOutputModule(model, out, part), part)
             own["loss_weight"] = count_samples
         engine = shardformer.initialize(model, optimizer, parallel=parallel, context=self.context, **own)
         if self.entry.checkpointing:
@@ -211,11 +216,11 @@ class _Rank:
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
         """Return a pipeline that multiplies the loss by ``scale``, for loops in which no optimizer does."""
         count = self.parallel.micro_batches or 2
-        weight = count_samples if averages_loss_over_samples(self.of.head) else None
+        weight = count_samples if is_loss_averaged_over_samples(self.of.head) else None
         return Pipeline(
             model,
             count,
-            loss_fn=lambda out, part: compute_model_loss(PrecomputedForward(model, out, part), part) * scale,
+            loss_fn=lambda out, part: compute_model_loss(PrecomputedOutputModule(model, out, part), part) * scale,
             loss_weight=weight,
         )
 

@@ -17,10 +17,10 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.run import build_trainer, run_training
-from shardformer.train_command.trained_model import find_trained_model
+from shardformer.train_command.trained_model import find_saved_model
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from shardformer.training.trainer import Trainer
 from tests.runs.files import SMALL, config, write_text
 from tests.trainer.hooks.runs import engine_of, pairs, weights_of
@@ -43,7 +43,9 @@ def overfitted(where: Path, steps: int = STEPS, **tables: Any) -> TrainConfig:
 
 def best_step(made: TrainConfig) -> int:
     losses = {
-        r.step: r.values["validation/loss"] for r in read_records(made.output_folder) if "validation/loss" in r.values
+        r.step: r.values["validation/loss"]
+        for r in read_metrics_records(made.output_folder)
+        if "validation/loss" in r.values
     }
     step = min(losses, key=lambda step: losses[step])
     assert len(losses) == STEPS // EVERY and EVERY <= step < STEPS, losses
@@ -70,14 +72,14 @@ def test_the_weights_of_the_best_step_are_exported(parallel: dict[str, Any], poo
     only = overfitted(tmp_path, step, parallel=parallel, folder=str(tmp_path / "only"))
     pool2.run(run_training, only)
     torch.testing.assert_close(exported(made.output_folder), exported(only.output_folder), rtol=0, atol=0)
-    found = find_trained_model(str(made.output_folder))
+    found = find_saved_model(str(made.output_folder))
     assert found.checkpoint == made.output_folder / "checkpoints" / f"step-{step:08}"
 
 
 def stop_after(made: TrainConfig, steps: int) -> None:
     """Train the first steps of a longer run."""
     trainer, data = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
-    trainer.fit(steps=steps, validation=data.validation, validate_every=EVERY)
+    trainer.fit(steps=steps, validation=data.validation_dataset, validate_every=EVERY)
     del trainer
     gc.collect()  # releases the lock of the folder
 

@@ -58,7 +58,7 @@ def first_sample(folder: Path, row: dict[str, Any], **data: Any) -> dict[str, Te
     rows = write_rows(folder, [row, row])
     sample: dict[str, Tensor] = load_data(
         config(folder, "gpt2", {"train": rows, "sequence_length": 400, **data})
-    ).train[0]
+    ).train_dataset[0]
     return sample
 
 
@@ -109,7 +109,9 @@ def test_rows_without_an_answer_are_counted_in_all_sources(tmp_path: Path) -> No
     train = [write_rows(tmp_path, short + long, "a.jsonl"), write_rows(tmp_path, short, "b.jsonl")]
     data = {"train": train, "weights": [1, 1], "validation": write_rows(tmp_path, short + 2 * long, "c.jsonl")}
     found = load_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
-    assert "3 of 9 rows were skipped, because they have no answer in their first 90 tokens" in found.skipped
+    assert (
+        "3 of 9 rows were skipped, because they have no answer in their first 90 tokens" in found.skipped_rows_message
+    )
 
 
 def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
@@ -230,10 +232,12 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(kind: str, tmp
     packed = config(tmp_path, "gpt2", {**data, "packing": True}, model=model)
     trainer, found = build_trainer(packed, packed.layout, ParallelContext.from_sizes({}))
     plain = load_data(config(tmp_path, "gpt2", data, model=model))
-    assert len(found.train) < len(plain.train) == 12
-    rows = found.collate([found.train[index] for index in range(len(found.train))])
+    assert len(found.train_dataset) < len(plain.train_dataset) == 12
+    rows = found.collate_fn([found.train_dataset[index] for index in range(len(found.train_dataset))])
     loss, gradients = loss_and_gradients(trainer, rows)
-    expected, expected_gradients = loss_and_gradients(trainer, plain.collate([plain.train[i] for i in range(12)]))
+    expected, expected_gradients = loss_and_gradients(
+        trainer, plain.collate_fn([plain.train_dataset[i] for i in range(12)])
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
@@ -277,7 +281,7 @@ def test_a_model_that_mixes_packed_documents_raises(tmp_path: Path) -> None:
 def test_packed_texts_are_split_and_end_with_an_end_token(tmp_path: Path) -> None:
     rows = write_rows(tmp_path, [{"text": "a" * 20}, {"text": "bcd"}, {"text": "e"}])
     found = load_data(config(tmp_path, "gpt2", {"train": rows, "packing": True}))
-    packed = [found.train[index] for index in range(len(found.train))]
+    packed = [found.train_dataset[index] for index in range(len(found.train_dataset))]
     texts = [row["input_ids"].tolist() for row in packed]
     assert texts == [[*b"a" * 16], [*b"aaaa", 256, *b"bcd", 256, *b"e", 256]]
     assert packed[1]["labels"].tolist() == [IGNORED, *b"aaa", 256, IGNORED, *b"cd", 256, IGNORED, 256]

@@ -22,15 +22,15 @@ from tests.runs.files import WORDS, config, labelled, write_images, write_rows, 
 
 def test_text_is_split_into_blocks_of_bytes(tmp_path: Path) -> None:
     found = load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
-    assert len(found.train) == len(WORDS) * 20 // 16
-    assert bytes(found.train[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
-    assert torch.equal(found.train[1]["labels"], found.train[1]["input_ids"])
+    assert len(found.train_dataset) == len(WORDS) * 20 // 16
+    assert bytes(found.train_dataset[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
+    assert torch.equal(found.train_dataset[1]["labels"], found.train_dataset[1]["input_ids"])
 
 
 def test_texts_of_several_files_are_separated_by_an_end_token(tmp_path: Path) -> None:
     names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
     found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence_length": len(WORDS) + 1}))
-    assert found.train[0]["input_ids"][-1] == PAD_TOKEN
+    assert found.train_dataset[0]["input_ids"][-1] == PAD_TOKEN
 
 
 def test_json_rows_may_contain_texts(tmp_path: Path) -> None:
@@ -38,12 +38,12 @@ def test_json_rows_may_contain_texts(tmp_path: Path) -> None:
     found = load_data(
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence_length": 8})
     )
-    assert found.train[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
+    assert found.train_dataset[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
 
 
 def test_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence_length": 200}, model={"task": "masked"})
-    found = load_data(made).train
+    found = load_data(made).train_dataset
     torch.manual_seed(0)
     first, again = found[0], found[0]
     chosen = first["labels"] != IGNORED
@@ -58,7 +58,7 @@ def test_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
 
 def test_the_second_half_of_a_block_is_the_target(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
-    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train[0]
+    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train_dataset[0]
     assert bytes(found["input_ids"].tolist()) == WORDS[:8].encode()
     assert bytes(found["labels"].tolist()) == WORDS[8:16].encode()
 
@@ -66,7 +66,7 @@ def test_the_second_half_of_a_block_is_the_target(tmp_path: Path) -> None:
 def test_rows_may_contain_a_source_and_a_target(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "target": "other"}
     found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
-    batch = found.collate([found.train[0], found.train[11]])  # type: ignore[misc]
+    batch = found.collate_fn([found.train_dataset[0], found.train_dataset[11]])  # type: ignore[misc]
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "input_ids": (2, 16), "labels": (2, 9), "attention_mask": (2, 16),
     }  # fmt: skip
@@ -77,25 +77,25 @@ def test_texts_have_classes(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "pair": "other"}
     found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert found.classes == ["bad", "good"]
-    assert [found.train[i]["labels"] for i in range(3)] == [0, 1, 0]
-    assert bytes(found.train[0]["input_ids"][:-1]) == b"sentence 0 \0rep"
-    assert isinstance(found.collate, PaddingCollator)
+    assert [found.train_dataset[i]["labels"] for i in range(3)] == [0, 1, 0]
+    assert bytes(found.train_dataset[0]["input_ids"][:-1]) == b"sentence 0 \0rep"
+    assert isinstance(found.collate_fn, PaddingCollator)
 
 
 def test_validation_data_without_some_class_uses_the_training_indices(tmp_path: Path) -> None:
     good = [row for row in labelled() if row["label"] == "good"]
     data = {"train": write_rows(tmp_path, labelled()), "validation": write_rows(tmp_path, good, "good.jsonl")}
     found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
-    assert {found.validation[i]["labels"] for i in range(len(good))} == {1}
+    assert {found.validation_dataset[i]["labels"] for i in range(len(good))} == {1}
 
 
 def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
     found = load_data(made, 32)
     assert found.classes == ["cat", "dog"]
-    assert found.train[0]["pixel_values"].shape == (3, 32, 32)
-    assert -1 <= found.train[0]["pixel_values"].min() < found.train[0]["pixel_values"].max() <= 1
-    assert [found.train[i]["labels"] for i in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert found.train_dataset[0]["pixel_values"].shape == (3, 32, 32)
+    assert -1 <= found.train_dataset[0]["pixel_values"].min() < found.train_dataset[0]["pixel_values"].max() <= 1
+    assert [found.train_dataset[i]["labels"] for i in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": whole, "test": whole.select(range(4))}).save_to_disk(str(tmp_path / "saved"))
     data = {"train": str(tmp_path / "saved"), "format": "datasets", "validation_split": "test"}
     found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
-    assert (len(found.train), len(found.validation)) == (12, 4)
+    assert (len(found.train_dataset), len(found.validation_dataset)) == (12, 4)
     with pytest.raises(ConfigError, match=r"cannot be loaded"):
         load_data(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
 
@@ -180,7 +180,7 @@ def test_texts_may_contain_any_json_character(form: str, tmp_path: Path) -> None
     (tmp_path / "rows.jsonl").write_bytes(whole.encode("utf-8-sig" if form == "mark" else "utf-8"))
     found = load_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence_length": 2}))
     expected = [*"\0".join(words).encode()]
-    tokens = [int(token) for i in range(len(found.train)) for token in found.train[i]["input_ids"]]
+    tokens = [int(token) for i in range(len(found.train_dataset)) for token in found.train_dataset[i]["input_ids"]]
     assert tokens == [PAD_TOKEN if byte == 0 else byte for byte in expected][: len(tokens)]
     assert len(tokens) >= len(expected) - 1
 
@@ -193,7 +193,7 @@ def test_an_exported_image_processor_equals_the_training_transform(tmp_path: Pat
     processor = getattr(transformers, kind).from_pretrained(tmp_path)  # AutoImageProcessor may need torchvision
     with Image.open(tmp_path / "images/cat/0.png") as image:
         pixels = processor(image, return_tensors="pt")["pixel_values"][0]
-    torch.testing.assert_close(pixels, found.train[0]["pixel_values"], atol=0.02, rtol=0)
+    torch.testing.assert_close(pixels, found.train_dataset[0]["pixel_values"], atol=0.02, rtol=0)
 
 
 def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     rows = write_rows(tmp_path, [{"image": str(file), "label": file.parent.name} for file in files])
     found = load_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
     assert found.classes == ["cat", "dog"]
-    assert found.train[0]["pixel_values"].shape == (3, 32, 32)
+    assert found.train_dataset[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": kind} for kind in ("cat", "dog")], "wrong.jsonl")
     with pytest.raises(InputError, match=r"Each image must be .*, but got 3"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)

@@ -53,8 +53,8 @@ def test_tables_equal_json_lines(name: str, tmp_path: Path) -> None:
     found = load_data(classified(tmp_path, {"train": str(tmp_path / name)}))
     expected = load_data(classified(tmp_path, {"train": write_rows(tmp_path, labelled())}))
     assert found.classes == expected.classes == ["bad", "good"]
-    for index in range(len(expected.train)):
-        assert found.train[index] == expected.train[index]
+    for index in range(len(expected.train_dataset)):
+        assert found.train_dataset[index] == expected.train_dataset[index]
 
 
 # the library leaves a csv file open when its stream is not read to the end
@@ -82,20 +82,20 @@ def test_a_fraction_of_the_rows_is_used_for_validation(task: str, tmp_path: Path
     rows = labelled(10) if task == "classification" else scored(10)
     data = {"train": write_rows(tmp_path, rows), "validation_fraction": 0.3}
     found = load_data(classified(tmp_path, data, task))
-    train, validation = set(found.train.texts), set(found.validation.texts)
+    train, validation = set(found.train_dataset.texts), set(found.validation_dataset.texts)
     assert (len(train), len(validation)) == (7, 3)
     assert train | validation == {row["text"] for row in rows}
     other = load_data(classified(tmp_path, data, task, seed=1))
-    assert set(other.validation.texts) != validation
+    assert set(other.validation_dataset.texts) != validation
 
 
 def test_the_end_of_a_text_is_used_for_validation(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "validation_fraction": 0.25}
     found = load_data(config(tmp_path, "gpt2", data))
-    tokens = torch.cat([found.train.row, found.validation.row]).tolist()
+    tokens = torch.cat([found.train_dataset.row, found.validation_dataset.row]).tolist()
     assert bytes(tokens).decode() == Path(data["train"]).read_text()
-    assert len(found.validation.row) == pytest.approx(0.25 * len(tokens), abs=10)
-    assert bytes(found.train.row.tolist()).decode().endswith(" ")
+    assert len(found.validation_dataset.row) == pytest.approx(0.25 * len(tokens), abs=10)
+    assert bytes(found.train_dataset.row.tolist()).decode().endswith(" ")
 
 
 def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:
     ]
     data = {"train": names, "weights": [3.0, 1.0], "packing": True}
     found = load_data(config(tmp_path, "gpt2", data))
-    letters = [chr(int(found.train[index]["input_ids"][0])) for index in range(len(found.train))]
+    letters = [chr(int(found.train_dataset[index]["input_ids"][0])) for index in range(len(found.train_dataset))]
     assert letters.count("b") == 6 and letters.count("a") == 18
     assert "b" in letters[:4] and "b" in letters[-4:]
 
@@ -130,7 +130,7 @@ def test_one_number_per_text_is_learned(tmp_path: Path) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
     data = load_data(made)
-    batch = data.collate([data.train[3], data.train[1]])
+    batch = data.collate_fn([data.train_dataset[3], data.train_dataset[1]])
     output = model(**batch)
     torch.testing.assert_close(
         output.loss, torch.nn.functional.mse_loss(output.logits[:, 0], torch.tensor([0.75, 0.25]))
@@ -144,8 +144,8 @@ def test_any_number_of_classes_per_text_is_learned(tmp_path: Path) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
     found = load_data(made)
-    assert [found.train[index]["labels"] for index in (0, 2)] == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
-    batch = found.collate([found.train[0], found.train[2]])
+    assert [found.train_dataset[index]["labels"] for index in (0, 2)] == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    batch = found.collate_fn([found.train_dataset[0], found.train_dataset[2]])
     output = model(**batch)
     expected = torch.nn.functional.binary_cross_entropy_with_logits(output.logits, batch["labels"])
     torch.testing.assert_close(output.loss, expected)
@@ -157,7 +157,7 @@ def test_the_first_token_of_each_word_has_its_class(tmp_path: Path) -> None:
     run_training(made)
     model = transformers.AutoModelForTokenClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "NAME", 1: "O", 2: "PLACE"}
-    sample = load_data(made).train[2]
+    sample = load_data(made).train_dataset[2]
     assert bytes(sample["input_ids"]) == b"Ann is in Rome"
     labels = {position: label for position, label in enumerate(sample["labels"]) if label != IGNORED}
     assert labels == {0: 0, 3: 1, 6: 1, 9: 2}
@@ -298,7 +298,7 @@ def test_rows_of_a_stream_that_cannot_be_read_raise(text: str, words: str, tmp_p
     (tmp_path / "rows.jsonl").write_text(text)
     data = {"train": str(tmp_path / "rows.jsonl"), "streaming": True, "shuffle": False}
     with pytest.raises(InputError, match=words):
-        list(load_data(config(tmp_path, "gpt2", data)).train)
+        list(load_data(config(tmp_path, "gpt2", data)).train_dataset)
 
 
 def test_a_text_is_not_streamed(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_text_is_not_streamed(tmp_path: Path) -> None:
 def test_a_dry_run_describes_a_stream(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, [{"text": "words " * 9}] * 20), "streaming": True}
     report = make_dry_run_report(config(tmp_path, "gpt2", data))
-    assert report.summary.num_samples is None and report.ranks[0].step
+    assert report.summary.num_samples is None and report.rank_estimates[0].step_peak_bytes
 
 
 @pytest.mark.reduced(one_in=2, first=1, at_most=1)
@@ -354,7 +354,7 @@ def test_a_pattern_is_the_list_of_its_files(tmp_path: Path) -> None:
         write_rows(tmp_path, rows, f"part-{name}.jsonl")
     found = load_data(classified(tmp_path, {"train": str(tmp_path / "part-[ab].jsonl")}))
     files = [str(tmp_path / f"part-{name}.jsonl") for name in "ab"]
-    assert found.train.texts == load_data(classified(tmp_path, {"train": files})).train.texts
-    assert len(found.train) == 10
+    assert found.train_dataset.texts == load_data(classified(tmp_path, {"train": files})).train_dataset.texts
+    assert len(found.train_dataset) == 10
     with pytest.raises(InputError, match=r"'.*part-x\*.jsonl' cannot be read"):
         load_data(classified(tmp_path, {"train": str(tmp_path / "part-x*.jsonl")}))

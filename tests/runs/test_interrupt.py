@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import write_text
 from tests.runs.small_run import MODEL_AND_DATA
 from tests.scripts import SHARDFORMER
@@ -121,7 +121,7 @@ def check_nothing_is_lost(interruptions: list[Interruption]) -> None:
             repeats = Counter(executed_steps())
             assert sorted(repeats) == list(range(1, steps + 1))
             assert sum(repeats.values()) - len(repeats) <= len(interruptions)
-    cut, whole = ([(r.step, r.values["loss"]) for r in read_records(folder)] for folder in ("run", "whole"))
+    cut, whole = ([(r.step, r.values["loss"]) for r in read_metrics_records(folder)] for folder in ("run", "whole"))
     assert cut == whole
 
 

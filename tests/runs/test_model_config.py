@@ -138,7 +138,7 @@ def test_the_config_has_the_class_names(labels: list[Any], names: list[str], tmp
     data, found = classified(tmp_path, labels, {})
     assert found.id2label == dict(enumerate(names))
     assert found.label2id == {name: number for number, name in enumerate(names)}
-    assert [data.train[i]["labels"] for i in range(2)] == [sorted(labels).index(label) for label in labels[:2]]
+    assert [data.train_dataset[i]["labels"] for i in range(2)] == [sorted(labels).index(label) for label in labels[:2]]
 
 
 def test_classes_of_the_model_keep_its_indices(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_classes_of_the_model_keep_its_indices(tmp_path: Path) -> None:
     model = saved_with(tmp_path, ["positive", "neutral", "negative"])
     data, found = classified(tmp_path, ["negative", "positive"], model)
     assert found.id2label == {0: "positive", 1: "neutral", 2: "negative"}
-    assert [data.train[i]["labels"] for i in range(2)] == [2, 0]
+    assert [data.train_dataset[i]["labels"] for i in range(2)] == [2, 0]
     data, found = classified(tmp_path, [0, 2], model)
     assert found.id2label[2] == "negative"
-    assert [data.train[i]["labels"] for i in range(2)] == [0, 2]
+    assert [data.train_dataset[i]["labels"] for i in range(2)] == [0, 2]
 
 
 def test_new_classes_replace_those_of_the_model(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_new_classes_replace_those_of_the_model(tmp_path: Path) -> None:
 def test_id2label_and_num_labels_of_the_run_are_kept(tmp_path: Path) -> None:
     overrides = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
     data, found = classified(tmp_path, ["bad", "good"], overrides)
-    assert [data.train[i]["labels"] for i in range(2)] == [1, 0]
+    assert [data.train_dataset[i]["labels"] for i in range(2)] == [1, 0]
     assert found.label2id == {"good": 0, "bad": 1}
     _, found = classified(tmp_path, ["bad", "good"], {"config": {**SMALL["bert"], "num_labels": 3}})
     assert found.id2label == {0: "bad", 1: "good", 2: "LABEL_2"}
@@ -181,7 +181,7 @@ def test_class_names_of_a_data_set_are_used(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", data, model={"task": "classification"})
     found = load_data(made, model_class_names=["LABEL_0", "LABEL_1"])
     assert found.classes == names
-    assert [found.train[i]["labels"] for i in range(2)] == [0, 1]
+    assert [found.train_dataset[i]["labels"] for i in range(2)] == [0, 1]
     assert load_model_config(
         made, derive_config_fields_from_data(made, found, load_model_config(made))
     ).id2label == dict(enumerate(names))

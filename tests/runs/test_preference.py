@@ -69,7 +69,7 @@ def test_losses_and_weights_equal_those_of_the_formula(smoothing: float, tmp_pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     expected = []
     for step in range(4):
-        rows = found.train.pairs[4 * (step % 2) : 4 * (step % 2) + 4]
+        rows = found.train_dataset.pairs[4 * (step % 2) : 4 * (step % 2) + 4]
         loss = plain_loss(model, reference, rows, 0.3, smoothing)
         expected.append(loss.item())
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def test_pairs_may_be_conversations(tmp_path: Path) -> None:
         {"prompt": [question], "chosen": [answers[0]], "rejected": [answers[1]]},
         pairs(1)[0],
     ]
-    found = [load_data(made(tmp_path, [row, row])).train[0] for row in forms]
+    found = [load_data(made(tmp_path, [row, row])).train_dataset[0] for row in forms]
     for other in found[1:]:
         assert other["input_ids"].tolist() == found[0]["input_ids"].tolist()
     trained = found[0]["answer_ids"][found[0]["answer_ids"] != IGNORED].tolist()
@@ -137,4 +137,4 @@ def test_wrong_pairs_raise(tmp_path: Path) -> None:
 
 def test_a_dry_run_estimates_the_memory(tmp_path: Path) -> None:
     report = make_dry_run_report(made(tmp_path, parallel={"tensor": 2}))
-    assert report.summary.num_samples == 8 and report.ranks[0].step, report.why_untraced
+    assert report.summary.num_samples == 8 and report.rank_estimates[0].step_peak_bytes, report.untraced_reason

@@ -13,7 +13,7 @@ import pytest
 from shardformer.errors import ConfigError
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.run import run_training
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import config, labelled, write_rows, write_text
 
 LR = 1e-2
@@ -26,7 +26,7 @@ def run(tmp_path: Path, steps: int, **tables: Any) -> TrainConfig:
 
 
 def rates(made: TrainConfig) -> list[float]:
-    return [round(record.values["learning_rate"] / LR, 6) for record in read_records(made.output_folder)]
+    return [round(record.values["learning_rate"] / LR, 6) for record in read_metrics_records(made.output_folder)]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])

@@ -21,7 +21,7 @@ from shardformer.train_command.build import build_hooks
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.run import build_trainer, run_training
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -49,7 +49,7 @@ def test_each_task_is_learned_and_exported(kind: str, task: str, tmp_path: Path)
     training = {"steps": 12, "export": True}
     made = config(tmp_path, kind, data_for(task, tmp_path), model={"task": task}, training=training)
     values = run_training(made)
-    losses = [record.values["loss"] for record in read_records(made.output_folder)]
+    losses = [record.values["loss"] for record in read_metrics_records(made.output_folder)]
     assert len(losses) == 12
     assert losses[-1] == values["loss"]
     assert sum(losses[-3:]) < sum(losses[:3])
@@ -101,7 +101,7 @@ def test_a_run_does_not_overwrite_its_initial_model(name: str, tmp_path: Path) -
     with pytest.raises(ConfigError, match=message):
         run_training(config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, **tables))
     assert contents(base) == before
-    assert [record.step for record in read_records(tmp_path / "run")] == [1], "it was refused before it trained"
+    assert [record.step for record in read_metrics_records(tmp_path / "run")] == [1], "it was refused before it trained"
 
 
 def test_an_extended_run_replaces_its_export(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_extended_run_replaces_its_export(tmp_path: Path) -> None:
 
 def losses_of(made: TrainConfig) -> list[float]:
     run_training(made)
-    return [record.values["loss"] for record in read_records(made.output_folder)]
+    return [record.values["loss"] for record in read_metrics_records(made.output_folder)]
 
 
 @pytest.mark.reduced(at_most=2)
@@ -148,7 +148,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     cut = run_training(made("cut", 9))
     for name in ("loss", "validation/loss", "learning_rate"):
         assert cut[name] == whole[name]
-    steps = [record.step for record in read_records(tmp_path / "cut") if "loss" in record.values]
+    steps = [record.step for record in read_metrics_records(tmp_path / "cut") if "loss" in record.values]
     assert steps == list(range(1, 10))
 
 

@@ -21,7 +21,7 @@ from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, 
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import load_tokenizer
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import config, labelled, write_rows, write_text
 
 
@@ -81,8 +81,8 @@ def test_a_parquet_file_equals_json_lines(tmp_path: Path) -> None:
     model = {"task": "classification"}
     expected = load_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model=model))
     found = load_data(config(tmp_path, "bert", {"train": str(tmp_path / "rows.parquet")}, model=model))
-    assert list(found.train.texts) == list(expected.train.texts)
-    assert found.classes == expected.classes and found.train.labels == expected.train.labels
+    assert list(found.train_dataset.texts) == list(expected.train_dataset.texts)
+    assert found.classes == expected.classes and found.train_dataset.labels == expected.train_dataset.labels
 
 
 def test_the_tokenizer_files_of_openai_are_read(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_tokenizer_files_of_openai_are_read(tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
     found = load_tokenizer(str(tmp_path), "none", has_random_weights=True)
-    assert found.encode("abcab") == [4, 3, 4] and (found.size, found.end) == (5, 0)
+    assert found.encode("abcab") == [4, 3, 4] and (found.vocab_size, found.eos_token_id) == (5, 0)
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.5, 3), (1.25, 7), (2, 10), (2.0, 10)])
@@ -100,7 +100,7 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
     made = config(tmp_path, "gpt2", data, training={"epochs": epochs}, hooks=hooks)
     assert count_training_steps(made, load_data(made)) == steps
     run_training(made)
-    assert [record.step for record in read_records(made.output_folder)] == list(range(1, steps + 1))
+    assert [record.step for record in read_metrics_records(made.output_folder)] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize(

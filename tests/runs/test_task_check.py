@@ -42,7 +42,7 @@ def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalL
 )
 def test_whether_a_model_sees_the_token_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
     found = measure_label_dependence(model_of(kind, fields))
-    assert found is not None and found.on_label is sees
+    assert found is not None and found.depends_on_label is sees
 
 
 def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_fields_of_other_rows_of_a_table_do_not_reach_the_template(tmp_path: Pat
     rows = datasets.Dataset.from_list([with_calls(), with_calls(other)])
     rows.to_parquet(tmp_path / "rows.parquet")
     data = {"train": str(tmp_path / "rows.parquet"), "sequence_length": 400, "chat_template": template(tmp_path)}
-    assert text_of(load_data(config(tmp_path, "gpt2", data)).train[0]) == RENDERED
+    assert text_of(load_data(config(tmp_path, "gpt2", data)).train_dataset[0]) == RENDERED
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_answers_that_are_empty_or_have_the_weight_0_are_not_trained(tmp_path: P
     data: TrainingData = load_data(
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "sequence_length": 99})
     )
-    assert len(data.train) == 1
-    assert data.skipped.startswith("2 of 3 rows were skipped")
+    assert len(data.train_dataset) == 1
+    assert data.skipped_rows_message.startswith("2 of 3 rows were skipped")
 
 
 def test_preferences_have_the_system_message_and_the_tools_of_their_row(tmp_path: Path) -> None:
     rows = [{"system": "Sing.", "question": QUESTION, "chosen": "la", "rejected": "no", "tools": TOOLS}] * 2
     data = {"prompt": "question", "chat_template": template(tmp_path)}
-    chosen, rejected = load_data(made(tmp_path, rows, data=data)).train.pairs[0]
+    chosen, rejected = load_data(made(tmp_path, rows, data=data)).train_dataset.pairs[0]
     start = f"[tools]weather[system]Sing.[user]{QUESTION}[assistant]"
     assert [bytes(each.ids_S.tolist()).decode() for each in (chosen, rejected)] == [f"{start}la.", f"{start}no."]

@@ -122,7 +122,7 @@ def train_in_parts(model: nn.Module, batches: list[list[dict[str, Any]]]) -> tup
 
 
 def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
-    source = RandomBatchFactory(DEFAULT_HEAD[family], batch=SAMPLES, sequence=length)
+    source = RandomBatchFactory(DEFAULT_HEAD[family], batch_size=SAMPLES, sequence_length=length)
     return [in_fp64(source(step)) for step in range(STEPS)]
 
 
@@ -298,7 +298,7 @@ def test_full_sequence_modules_are_detected_and_reported(monkeypatch: pytest.Mon
 
     assert "(other than attention): model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
     monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
-    monkeypatch.setattr(forward_trace.StackCallRecord, "find_token_mixing_modules", lambda _: iter(()))
+    monkeypatch.setattr(forward_trace.LayerListTrace, "find_token_mixing_modules", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 
@@ -500,8 +500,8 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
-    "keys of other ranks": ("ring", ring, "_start_send_and_receive", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring_attention._KeyValueGradientExchange, "receive_and_sum", lambda self: None),
+    "keys of other ranks": ("ring", ring, "_start_send_recv", _nothing_arrives),
+    "gradients of keys, home": ("ring", ring_attention._KVGradExchange, "receive_and_accumulate", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),

@@ -65,7 +65,7 @@ FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_
 
 
 def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
-    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch=samples)
+    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch_size=samples)
     return [in_fp64(batches(step)) for step in range(steps)]
 
 
@@ -475,8 +475,8 @@ def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
 
 
 LEFT_OUT: dict[str, Callable[..., Any]] = {
-    "start_output_scatter": _kept,
-    "start_weight_grad_scatter": lambda self, grad, dim: PendingCollective(
+    "start_output_reduce_scatter": _kept,
+    "start_weight_grad_reduce_scatter": lambda self, grad, dim: PendingCollective(
         (), lambda: get_local_chunk(grad, self.grid.row, dim)
     ),
 }
@@ -567,7 +567,7 @@ def test_cache_of_another_forward_is_refused_in_training() -> None:
 def run_page(block: str) -> float:
     names: dict[str, Any] = {
         "model": SmallModelFactory("llama")(),
-        "batch": RandomBatchFactory(DEFAULT_HEAD["llama"], batch=SAMPLES)(0),
+        "batch": RandomBatchFactory(DEFAULT_HEAD["llama"], batch_size=SAMPLES)(0),
     }
     exec(compile(block, "tensor-grids.md", "exec"), names)
     return float(names["loss"].detach())
@@ -596,7 +596,7 @@ def test_grid_works_over_processes(
 ) -> None:
     config = {"tensor_parallel_mode": mode}
     report = verify(
-        SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
+        SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family], batch_size=SAMPLES), {"tensor": sizes},
         dtype=torch.float64, config=config,
         training=training, pool=pool4, loss_fn=compute_model_loss,
     )  # fmt: skip
@@ -605,7 +605,7 @@ def test_grid_works_over_processes(
 
 def test_grid_works_with_data_parallel_ranks(pool4: WorkerPool) -> None:
     report = verify(
-        SmallModelFactory("llama"), RandomBatchFactory(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2,
+        SmallModelFactory("llama"), RandomBatchFactory(DEFAULT_HEAD["llama"], batch_size=6), {"tensor": (2, 1)}, 2,
         dtype=torch.float64,
         config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero_stage=2), pool=pool4,
     )  # fmt: skip

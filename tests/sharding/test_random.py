@@ -126,7 +126,7 @@ def drawn_beside(pipe: int) -> list[float]:
         layers = [m for m in model.modules() if isinstance(m, LlamaMLP) and next(m.parameters(), None) is not None]
         layers[-1].register_forward_hook(lambda *_: random.random() and None)
     step = shardformer.Pipeline(model, micro_batches=2).step if pipe > 1 else lambda batch: model(**batch).loss
-    return [float(step(RandomBatchFactory("LlamaForCausalLM", batch=4)(0))) for _ in range(3)]
+    return [float(step(RandomBatchFactory("LlamaForCausalLM", batch_size=4)(0))) for _ in range(3)]
 
 
 @pytest.mark.parametrize("pipe", [1, 2])

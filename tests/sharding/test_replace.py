@@ -107,7 +107,7 @@ def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch:
 
     def fails(source: Any, to: Any) -> None:
         name = parse_temporary_name(Path(source))
-        if Path(to) == target and name is not None and name.kind == "saving":
+        if Path(to) == target and name is not None and name.purpose == "saving":
             raise OSError("Input/output error")
         real(source, to)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_export_guard import ExportGuardedShard, mark_state_dict_shards
+from shardformer.layout.shard_export_guard import ExportGuardedShard, guard_state_dict_shards
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col
@@ -173,7 +173,7 @@ def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
 
 def test_stage_buffers_are_marked_but_not_its_own_tensors() -> None:
     module = nn.BatchNorm1d(3)
-    mark_state_dict_shards(module, None)
+    guard_state_dict_shards(module, None)
     state = nn.Sequential(module).state_dict()
     assert state.keys() == nn.Sequential(nn.BatchNorm1d(3)).state_dict().keys()
     assert all(isinstance(value, ExportGuardedShard) for value in state.values())

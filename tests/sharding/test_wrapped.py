@@ -20,7 +20,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import get_wrapped_module_attribute_name
+from shardformer.torch_compat import get_wrapped_module_attr_name
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 BATCH = RandomBatchFactory(DEFAULT_HEAD["llama"])(0)
@@ -159,7 +159,7 @@ def test_refused_model_keeps_its_wrappers() -> None:
             shardformer.shard_model(model, context=context, tensor_parallel_mode="3d")
         assert list(model.model.layers) == layers
         assert all(
-            get_wrapped_module_attribute_name(layer) and isinstance(layer._checkpoint_wrapped_module, nn.Module)
+            get_wrapped_module_attr_name(layer) and isinstance(layer._checkpoint_wrapped_module, nn.Module)
             for layer in layers
         )
         model(**BATCH).loss.backward()

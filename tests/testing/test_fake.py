@@ -26,7 +26,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.parallel_module import get_embedding_scale
+from shardformer.tensor_parallel.parallel_module import measure_embedding_scale
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -179,7 +179,7 @@ def test_trace_can_use_nccl_collectives(monkeypatch: pytest.MonkeyPatch) -> None
     sample, sizes = SmallModelFactory("llama"), {"tensor": 2}
     batch = batch_of(sample, masked=False)
     over_gloo = traced(sizes, sample, batch, SEQUENCE)
-    monkeypatch.setattr(ThreadTransport, "prefers_direct_exchange", lambda self, x: False)
+    monkeypatch.setattr(ThreadTransport, "is_direct_exchange_faster", lambda self, x: False)
     found = traced(sizes, sample, batch, SEQUENCE, backend="nccl")
     assert_alike(found, computed(sizes, sample, batch, SEQUENCE))
     assert found[0].peaks != over_gloo[0].peaks
@@ -327,4 +327,4 @@ class ScaledEmbedding(torch.nn.Embedding):
 
 def test_the_factor_of_an_embedding_is_known_without_values() -> None:
     with enable_fake_tensors():
-        assert get_embedding_scale(ScaledEmbedding()) == 8.0
+        assert measure_embedding_scale(ScaledEmbedding()) == 8.0

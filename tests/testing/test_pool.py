@@ -247,7 +247,7 @@ def test_other_errors_name_their_ranks(
 
 
 def test_failed_import_is_named_at_start() -> None:
-    with WorkerPool(1, imports=("no_such_module",)) as pool, pytest.raises(WorkerError, match="no_such_module"):
+    with WorkerPool(1, module_names=("no_such_module",)) as pool, pytest.raises(WorkerError, match="no_such_module"):
         pool.run(echo)
 
 
@@ -312,7 +312,7 @@ def test_pool_without_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_workers=0"):
         WorkerPool(0)
     with pytest.raises(ConfigError, match="threads=0"):
-        WorkerPool(1, threads=0)
+        WorkerPool(1, num_threads=0)
 
 
 def test_workers_exit_when_parent_is_killed(tmp_path: Path) -> None:

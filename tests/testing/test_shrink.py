@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.config_fields import FieldMeaning, determine_field_meanings
+from shardformer.discovery.config_fields import FieldMeaning, infer_field_meanings
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.shrink_config import ODD, ConfigShrinker, build_meta_model
 from shardformer.policies.roles import MLP, Attention
@@ -84,8 +84,8 @@ def test_meaning_of_unknown_config_fields_is_measured(odd: nn.Module) -> None:
     small = ConfigShrinker(odd).make_small_config()
     assert (small.span, small.voices, small.echoes, small.reach) == (
         ODD.hidden_size,
-        ODD.heads,
-        ODD.fewer,
+        ODD.num_heads,
+        ODD.fewer_heads,
         ODD.head_dim,
     )
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
@@ -163,7 +163,7 @@ def test_measured_config_fields_match_their_names(
     model_type: str, name: str, expected: dict[str, FieldMeaning | None]
 ) -> None:
     model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
-    kinds = determine_field_meanings(ConfigShrinker(model).fields)
+    kinds = infer_field_meanings(ConfigShrinker(model).fields)
     assert {field: kinds.get((field,)) for field in expected} == expected
 
 

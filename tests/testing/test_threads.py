@@ -122,7 +122,7 @@ def compute_long(context: ParallelContext) -> None:
     ("fn", "timeout_s", "said"),
     [
         (end_early, 60.0, "rank 0 waits for rank 1 in an exchange; rank 1 has ended"),
-        (call_others, 60.0, "rank 0 waits for rank 1 in all_reduce; rank 1 waits for rank 0 in gather_objects"),
+        (call_others, 60.0, "rank 0 waits for rank 1 in all_reduce; rank 1 waits for rank 0 in all_gather_objects"),
         (compute_long, 0.1, "rank 0 waits for rank 1 in all_reduce; rank 1 still computes after 0.1 s"),
     ],
     ids=["end_early", "call_others", "compute_long"],

@@ -25,9 +25,9 @@ from shardformer.verify.small_models import (
     SMALL_CONFIGS,
     RandomBatchFactory,
     SmallModelFactory,
-    averages_loss_over_samples,
     compute_model_loss,
     count_samples,
+    is_loss_averaged_over_samples,
     round_up_to_supported_depth,
 )
 from tests.pipeline.heads import weighing
@@ -134,7 +134,7 @@ def test_batch_loss_is_mean_of_half_batch_losses(name: str) -> None:
 
 @pytest.mark.parametrize("head", EVERY_HEAD)
 def test_batch_depends_on_its_step(head: str) -> None:
-    batches = RandomBatchFactory(head, batch=3)
+    batches = RandomBatchFactory(head, batch_size=3)
     first, again, other = batches(0), pickle.loads(pickle.dumps(batches))(0), batches(1)
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -225,7 +225,7 @@ def test_head_has_enough_layers_for_pipeline(head: str) -> None:
 def test_per_sample_losses_are_those_without_torch_mean(head: str) -> None:
     model, parts = _split(head, SmallModelFactory(FAMILY_OF[head], head))
     weights = MicroBatchLossScaler(parts, [2, 2])
-    refused = pytest.raises(ConfigError, match="loss_weight") if averages_loss_over_samples(head) else nullcontext()
+    refused = pytest.raises(ConfigError, match="loss_weight") if is_loss_averaged_over_samples(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
             with weighing(weights, index):

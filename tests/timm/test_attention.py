@@ -14,7 +14,7 @@ from torch import Tensor
 import shardformer
 from shardformer.errors import ConfigError
 from shardformer.kernels import attention as attention_kernels
-from shardformer.kernels.attention_registration import _describe_kernels, use_flash_attention
+from shardformer.kernels.attention_registration import _describe_attention_kernels, use_flash_attention
 from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.ops import Ops
 from tests.timm.models import MODELS, Small, images, loss
@@ -99,7 +99,7 @@ def held_by(name: str) -> tuple[set[str], bool, str]:
         loss(model, batch)
     assert called, name
     of_batch = [shape for shape in held if len(shape) == 4 and shape[0] > 1 and shape[1:] in called]
-    return ops.names, bool(of_batch), _describe_kernels(model, CUDA)
+    return ops.names, bool(of_batch), _describe_attention_kernels(model, CUDA)
 
 
 @pytest.mark.parametrize("name", [of(name, "memory-efficient attention") for name in MODELS])

@@ -15,18 +15,18 @@ from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 from shardformer.training.metrics_plot import (
     COLORS,
     describe_loss_differences,
-    find_isolated_points,
     find_layout_changes,
-    find_overlap_positions,
+    get_curve_overlap_positions,
+    get_default_metric_names,
+    get_isolated_point_mask,
+    get_metric_names,
     get_metric_series,
     get_plot_series,
-    list_default_metrics,
-    list_metrics,
     make_metrics_figure,
+    needs_log_scale,
     plot_metrics,
     save_metrics_plot,
     summarize_runs,
-    uses_log_scale,
 )
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -47,7 +47,7 @@ def words(file: Path) -> list[str]:
 
 def test_training_and_validation_losses_share_a_panel() -> None:
     records = [*run(3, kappa=0.5), MetricsRecord(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
-    assert list_default_metrics({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
+    assert get_default_metric_names({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
 def test_a_series_is_sorted_by_step() -> None:
@@ -68,16 +68,16 @@ def test_a_long_curve_is_smoothed_and_interrupted_at_nonfinite_values() -> None:
 
 def test_isolated_points_are_found() -> None:
     values = np.array([1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
-    assert find_isolated_points(values).tolist() == [True, False, False, False, False, True]
+    assert get_isolated_point_mask(values).tolist() == [True, False, False, False, False, True]
 
 
 def test_only_wide_losses_and_norms_have_a_logarithmic_axis() -> None:
     wide = np.array([0.01, 5.0])
-    assert uses_log_scale("loss", wide) and uses_log_scale("grad_norm", wide)
+    assert needs_log_scale("loss", wide) and needs_log_scale("grad_norm", wide)
     assert (
-        not uses_log_scale("tokens_per_s", wide)
-        and not uses_log_scale("loss", wide - 0.01)
-        and not uses_log_scale("loss", wide[:1])
+        not needs_log_scale("tokens_per_s", wide)
+        and not needs_log_scale("loss", wide - 0.01)
+        and not needs_log_scale("loss", wide[:1])
     )
 
 
@@ -126,9 +126,9 @@ def test_many_runs_have_different_colors(tmp_path: Path) -> None:
 
 def test_the_speed_is_drawn_once() -> None:
     both = {"a": run(3, tokens_per_s=8.0, samples_per_s=2.0, flops_per_s=9.0)}
-    assert list_default_metrics(both) == ["loss", "tokens_per_s", "memory_bytes"]
-    assert list_metrics(both) == ["loss", "tokens_per_s", "memory_bytes", "flops_per_s", "samples_per_s"]
-    assert list_default_metrics({"a": of("samples_per_s", 1.0)}) == ["samples_per_s"]
+    assert get_default_metric_names(both) == ["loss", "tokens_per_s", "memory_bytes"]
+    assert get_metric_names(both) == ["loss", "tokens_per_s", "memory_bytes", "flops_per_s", "samples_per_s"]
+    assert get_default_metric_names({"a": of("samples_per_s", 1.0)}) == ["samples_per_s"]
 
 
 def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
@@ -137,8 +137,8 @@ def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
 
 def test_curves_that_coincide_are_found() -> None:
     runs = {"a": run(40), "b": moved(run(40), 1.2), "c": moved(run(20), 1.001), "d": moved(run(30), 1.2)}
-    assert find_overlap_positions(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert find_overlap_positions({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
+    assert get_curve_overlap_positions(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert get_curve_overlap_positions({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
 
 
 @needs_matplotlib

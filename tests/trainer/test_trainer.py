@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.launcher.shutdown import FOLDER, shuts_down_gracefully
+from shardformer.launcher.shutdown import FOLDER, is_graceful_shutdown_registered
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
@@ -285,7 +285,7 @@ def test_a_launcher_may_deliver_a_signal_twice(tmp_path: Path, monkeypatch: pyte
 
     class Asks(Hook):
         def before_forward(self, trainer: Trainer) -> None:
-            noted.append(shuts_down_gracefully(os.getpid()))
+            noted.append(is_graceful_shutdown_registered(os.getpid()))
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 

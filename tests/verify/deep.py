@@ -37,7 +37,7 @@ class Uneven:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        batch = RandomBatchFactory(self.head, batch=self.batch, changes=self.changes)(step)
+        batch = RandomBatchFactory(self.head, batch_size=self.batch, changes=self.changes)(step)
         labels = batch.get("labels")
         if labels is not None and labels.dim() > 1:
             ignored = PIXEL_IGNORED if self.head.endswith("ForSemanticSegmentation") else IGNORED

@@ -94,8 +94,8 @@ def test_the_noise_of_a_zero_gradient_is_the_rounding_of_its_summands(pools: Wor
         bias, weight = grads["scorer.bias"], grads["scorer.weight"]
         assert bias is not None and weight is not None
         assert abs(float(bias)) < 1e-16 < 1e-2 < float(weight.abs().max())
-    assert 2e-17 < plain.noise["scorer.bias"] < 1e-15
-    assert plain.noise["scorer.weight"] < 1e-14, "far below the bound of what is real, 1e-10 of it"
+    assert 2e-17 < plain.gradient_noise["scorer.bias"] < 1e-15
+    assert plain.gradient_noise["scorer.weight"] < 1e-14, "far below the bound of what is real, 1e-10 of it"
 
 
 def plain_of(job: VerifyJob) -> TrainingTrace | None:

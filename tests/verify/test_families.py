@@ -138,7 +138,7 @@ def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
 )
 def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
-    check(pools, sample, RandomBatchFactory(sample.head_class, batch=3, sequence=9), tensor, mode)
+    check(pools, sample, RandomBatchFactory(sample.head_class, batch_size=3, sequence_length=9), tensor, mode)
 
 
 def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
@@ -161,7 +161,7 @@ def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     head = DEFAULT_HEAD[family]
-    batches = RandomBatchFactory(head, batch=6)  # three samples per data rank
+    batches = RandomBatchFactory(head, batch_size=6)  # three samples per data rank
     mode = mode if _runs(SmallModelFactory(family), mode) else "plain"
     report = verify(
         SmallModelFactory(family), batches, 2, 2, loss_fn=compute_model_loss, config=MODES[mode], pool=pools(4)
@@ -173,7 +173,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
 @pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
 def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
-    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch=4)
+    batches = RandomBatchFactory(DEFAULT_HEAD[family], batch_size=4)
     report = verify(
         SmallModelFactory(family), batches, tensor=1, data=data, loss_fn=compute_model_loss, pool=pools(data)
     )

@@ -22,7 +22,7 @@ from shardformer.pipeline import runtime, stage_forward
 from shardformer.sharding import apply_tensor_parallel as gradients
 from shardformer.verify.comparison import Report
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline
-from shardformer.verify.verification import run_job_and_report
+from shardformer.verify.verification import run_verify_job
 from tests.verify.deep import Uneven, deep
 from tests.verify.omissions import Omission, replaced
 
@@ -127,7 +127,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 
 def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
-        return run_job_and_report(job)
+        return run_verify_job(job)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def bert(tmp_path: Path) -> Path:
 def test_a_family_name_gives_its_small_model(family: str) -> None:
     source = find_model_source(family)
     assert source.head_classes == HEAD_CLASSES[family] and source.head == DEFAULT_HEAD[family]
-    batch = source.make_batch_fn(batch_size=2, sequence=9)(0)
+    batch = source.make_batch_fn(batch_size=2, sequence_length=9)(0)
     assert {len(value) for value in batch.values()} == {2}
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
 
@@ -69,7 +69,7 @@ def test_batches_follow_the_config(
     config.architectures = [DEFAULT_HEAD[family]]
     config.save_pretrained(tmp_path)
     source = find_model_source(str(tmp_path / "config.json"))
-    batch = source.make_batch_fn(batch_size=2, sequence=9)(0)
+    batch = source.make_batch_fn(batch_size=2, sequence_length=9)(0)
     assert {name: tuple(batch[name].shape) for name in shapes} == shapes
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
 
@@ -100,7 +100,7 @@ def test_another_head_uses_the_same_weights(bert: Path) -> None:
 def test_dropout_can_be_disabled(bert: Path) -> None:
     dropped = {m.p for m in find_model_source(str(bert)).model_fn().modules() if isinstance(m, nn.Dropout)}
     silent = {
-        m.p for m in find_model_source(str(bert), dropout=False).model_fn().modules() if isinstance(m, nn.Dropout)
+        m.p for m in find_model_source(str(bert), use_dropout=False).model_fn().modules() if isinstance(m, nn.Dropout)
     }
     assert 0.1 in dropped and silent == {0.0}
 
@@ -123,7 +123,7 @@ def test_an_unknown_config_raises(tmp_path: Path) -> None:
 def test_a_function_may_return_a_model(user_module: Path) -> None:
     source = find_model_source(f"{user_module}:model")
     assert source.head == "LlamaForCausalLM" and source.loss_fn is not None
-    assert source.make_batch_fn(sequence=8)(0)["labels"].shape == (4, 8)
+    assert source.make_batch_fn(sequence_length=8)(0)["labels"].shape == (4, 8)
 
 
 def test_a_function_may_return_a_tuple_or_a_dict(user_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_function_may_return_a_tuple_or_a_dict(user_module: Path, monkeypatch:
     assert isinstance(pair.make_batch_fn(), RandomBatchFactory) and pair.loss_fn is None
     monkeypatch.syspath_prepend(user_module.parent)
     table = find_model_source("models_of_a_user:table")
-    assert table.own == {"loss_fn": max, "policy": str} and table.loss_fn is max
+    assert table.user_overrides == {"loss_fn": max, "policy": str} and table.loss_fn is max
     assert table.make_batch_fn()(0)["input_ids"].shape == (4, 13)
 
 
@@ -182,7 +182,7 @@ def test_a_model_with_unknown_inputs_raises() -> None:
     with pytest.raises(ConfigError, match=r"no config with a vocab_size.*\(model_fn, batch_fn\)"):
         vision.make_batch_fn()
     with pytest.raises(ConfigError, match=r"sequence=65 exceeds max_position_embeddings=64"):
-        find_model_source("gpt2").make_batch_fn(sequence=65)
+        find_model_source("gpt2").make_batch_fn(sequence_length=65)
 
 
 def test_a_head_of_another_family_raises() -> None:

@@ -20,9 +20,9 @@ from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     SMALL_CONFIGS,
     SmallModelFactory,
-    averages_loss_over_samples,
     compute_model_loss,
     count_samples,
+    is_loss_averaged_over_samples,
 )
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
@@ -60,7 +60,7 @@ def check(
         batches = Uneven(head, batch=5 * data)
     # interleaved schedules need a multiple of the number of stages
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
-    weight = count_samples if averages_loss_over_samples(head) else None
+    weight = count_samples if is_loss_averaged_over_samples(head) else None
     pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
     report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)

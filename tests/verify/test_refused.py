@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory, compute_model_loss
-from shardformer.verify.train_both import PrecomputedForward
+from shardformer.verify.train_both import PrecomputedOutputModule
 from shardformer.verify.verification import check_policy_can_shard, verify
 from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
@@ -41,11 +41,11 @@ def without_tensors(step: int) -> dict[str, int]:
     ("asked", "words"),
     [
         (
-            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2},
+            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch_size=3), "tensor": 1, "data": 2},
             "The batch size 3 is not divisible by data=2",
         ),
         (
-            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3},
+            {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch_size=4), "tensor": 1, "data": 3},
             "The batch size 4 is not divisible by data=3",
         ),
         ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
@@ -123,7 +123,7 @@ def test_checking_the_plan_has_no_side_effects() -> None:
 
 def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> None:
     batch = {"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
-    replay = PrecomputedForward(nn.Linear(2, 2), "output", batch)
+    replay = PrecomputedOutputModule(nn.Linear(2, 2), "output", batch)
     assert replay(**batch) == replay(batch["input_ids"]) == "output"
     assert replay.in_features == 2
     with pytest.raises(ConfigError, match="passes argument 0 to the model, but this tensor is not in the batch"):

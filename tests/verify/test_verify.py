@@ -40,7 +40,7 @@ from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.comparison import Report, Tolerances
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import VerifyJob
-from shardformer.verify.verification import run_job_and_report, verify
+from shardformer.verify.verification import run_verify_job, verify
 from tests.pools import WorkerPools
 from tests.verify.omissions import Omission, replaced
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
@@ -234,7 +234,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 
 def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
-        return run_job_and_report(job)
+        return run_verify_job(job)
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.errors import ConfigError, check_choice, check_int, check_number
 from shardformer.filesystem import to_absolute_path
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
+from shardformer.training.engine import acquire_checkpoint_lock, has_checkpoint
 from shardformer.training.hook import (
     RENAMED_DIRECTORY,
     Hook,
     Mode,
     TrainerProtocol,
-    check_has_validation,
+    check_has_validation_data,
     get_metric_value,
-    is_improved,
+    is_improvement,
 )
 
 Best = Literal["keep", "load"]
@@ -31,7 +31,7 @@ LOSSES = (DEFAULT_METRIC, "validation/perplexity")
 RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 
-@deprecate_renamed_arguments(RENAMED_ARGUMENTS, attributes=RENAMED_ARGUMENTS)
+@deprecate_renamed_arguments(RENAMED_ARGUMENTS, renamed_attributes=RENAMED_ARGUMENTS)
 class Checkpoint(Hook):
     """Saves checkpoints at intervals of steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
 
@@ -93,7 +93,7 @@ class Checkpoint(Hook):
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
         self.retention, self.in_background = CheckpointRetention.from_value(retention), in_background
         self.keeps_best, self.loads_best = best is not None, best == "load"
-        self.metric, self.mode = metric, _resolve_best_mode(best, metric, mode)
+        self.metric, self.mode = metric, _resolve_metric_mode(best, metric, mode)
         self.best_value: float | None = None
         self.best_step: int | None = None
         self.trained_steps = 0
@@ -103,16 +103,16 @@ class Checkpoint(Hook):
 
     def setup(self, trainer: TrainerProtocol) -> None:
         if self.keeps_best:
-            check_has_validation(self, trainer)
+            check_has_validation_data(self, trainer)
         self._engine = trainer.engine
-        trainer.on_save(self._save)
+        trainer.on_save(self._save_checkpoint)
         trainer.synchronize_ranks()
-        lock_checkpoint_folder(self.directory, self, trainer.engine.world)
+        acquire_checkpoint_lock(self.directory, self, trainer.engine.world)
         if not has_checkpoint(self.directory, trainer.engine.world):
             return
         if self.resume:
             trainer.load(self.directory)
-            self._forget_missing_best_checkpoint(trainer)
+            self._reset_missing_best_checkpoint(trainer)
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
@@ -149,7 +149,7 @@ class Checkpoint(Hook):
         value = get_metric_value(self, self.metric, trainer)
         trainer.synchronize_ranks()
         value = run_on_first_rank(lambda: value, trainer.engine.world, "Comparing with the best checkpoint")
-        if is_improved(value, self.best_value, self.mode):
+        if is_improvement(value, self.best_value, self.mode):
             self.best_value, self.best_step = value, trainer.step
             trainer.save()
 
@@ -176,7 +176,7 @@ class Checkpoint(Hook):
         is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
-    def _forget_missing_best_checkpoint(self, trainer: TrainerProtocol) -> None:
+    def _reset_missing_best_checkpoint(self, trainer: TrainerProtocol) -> None:
         """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
         if self.best_step is None:
             return
@@ -188,7 +188,7 @@ class Checkpoint(Hook):
             text = f"The best checkpoint {folder} no longer exists. The next validation sets a new best value."
             warnings.warn(text, stacklevel=2)
 
-    def _save(self, *, extra: Any, position: Any) -> None:
+    def _save_checkpoint(self, *, extra: Any, position: Any) -> None:
         self._saved_at = time.monotonic()
         if self._saved == (self._engine.steps, self.best_step):
             return
@@ -203,20 +203,20 @@ class Checkpoint(Hook):
         )
 
 
-def _resolve_best_mode(best: Best | None, metric: str, mode: Mode | None) -> Mode:
+def _resolve_metric_mode(best: Best | None, metric_name: str, mode: Mode | None) -> Mode:
     """Check the options for the best checkpoint, and return whether a lower or a higher metric is better."""
     if best is not None:
         check_choice("Checkpoint.best", best, get_args(Best))
     if mode is not None:
         check_choice("Checkpoint.mode", mode, get_args(Mode))
-    if best is None and (metric != DEFAULT_METRIC or mode is not None):
+    if best is None and (metric_name != DEFAULT_METRIC or mode is not None):
         raise ConfigError(
-            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without best='keep' or best='load'.",
+            f"Checkpoint(metric={metric_name!r}, mode={mode!r}) has no effect without best='keep' or best='load'.",
             remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end.",
         )
-    if mode is None and metric not in LOSSES:
+    if mode is None and metric_name not in LOSSES:
         raise ConfigError(
-            f"Checkpoint(metric={metric!r}) requires mode='min' or mode='max'.",
+            f"Checkpoint(metric={metric_name!r}) requires mode='min' or mode='max'.",
             remedy="Pass mode='min' if lower values are better, as for a loss, and mode='max' otherwise.",
         )
     return mode or "min"

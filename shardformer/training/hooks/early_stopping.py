@@ -6,7 +6,14 @@ import math
 from typing import Annotated, Any, get_args
 
 from shardformer.errors import check_choice, check_int, check_number
-from shardformer.training.hook import Hook, Mode, TrainerProtocol, check_has_validation, get_metric_value, is_improved
+from shardformer.training.hook import (
+    Hook,
+    Mode,
+    TrainerProtocol,
+    check_has_validation_data,
+    get_metric_value,
+    is_improvement,
+)
 
 
 class EarlyStopping(Hook):
@@ -41,11 +48,11 @@ class EarlyStopping(Hook):
         self.without_progress = 0
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_has_validation(self, trainer)
+        check_has_validation_data(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         value = get_metric_value(self, self.metric, trainer)
-        if is_improved(value, self.best, self.mode, self.min_delta):
+        if is_improvement(value, self.best, self.mode, self.min_delta):
             self.best, self.without_progress = value, 0
             return
         self.without_progress += 1

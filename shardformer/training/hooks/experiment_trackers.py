@@ -17,7 +17,7 @@ OutputDirectory = Annotated[str | Path, "Directory of the files, which is create
 EverySteps = Annotated[int, "Number of steps between records. Validation metrics are always written."]
 
 
-class MetricsHook(Hook):
+class MetricsLoggingHook(Hook):
     """Base class for hooks that write the metrics in ``trainer.values``. Only the first rank writes."""
 
     _writer: Any = None
@@ -28,10 +28,10 @@ class MetricsHook(Hook):
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
-            self._write(trainer, {n: v for n, v in trainer.values.items() if not n.startswith(VALIDATION)})
+            self._write_metrics(trainer, {n: v for n, v in trainer.values.items() if not n.startswith(VALIDATION)})
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
+        self._write_metrics(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
 
     def after_train(self, trainer: TrainerProtocol) -> None:
         if self._writer is not None:
@@ -40,12 +40,12 @@ class MetricsHook(Hook):
 
     on_exception = after_train
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
         """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
 
 
-@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
-class JsonLines(MetricsHook):
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, renamed_attributes=RENAMED_DIRECTORY)
+class JsonLines(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
 
     A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
@@ -67,12 +67,12 @@ class JsonLines(MetricsHook):
     def load_state(self, state: Any) -> None:
         self._seconds_before = self._seconds = state["seconds"]
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
         self._seconds = self._seconds_before + trainer.seconds
         if self._writer is not None:
             before, self._layout = self._layout, trainer.engine.layout
             changed = self._layout if self._layout != before else ""
-            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values, changed))
+            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, metric_values, changed))
 
 
 _WRITER = (
@@ -84,8 +84,8 @@ _WRITER = (
 )
 
 
-@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
-class TensorBoard(MetricsHook):
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, renamed_attributes=RENAMED_DIRECTORY)
+class TensorBoard(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
@@ -101,9 +101,9 @@ class TensorBoard(MetricsHook):
             purge = trainer.step + 1 if trainer.step else None
             self._writer = import_optional_module(*_WRITER).SummaryWriter(str(self.directory), purge_step=purge)
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
         if self._writer is not None:
-            for name, value in values.items():
+            for name, value in metric_values.items():
                 self._writer.add_scalar(name, value, trainer.step)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
@@ -121,19 +121,19 @@ MAX_MLFLOW_VALUE = 6000
 """Maximum number of characters of a parameter in MLflow."""
 
 
-class _ExperimentTracker(MetricsHook):
+class _ExperimentTracker(MetricsLoggingHook):
     """Base class for hooks that send metrics to an experiment tracker. A resumed run continues its earlier record."""
 
     _module_name = ""
 
     def __init__(
-        self, directory: str | Path, project: str, name: str | None, config: Mapping[str, Any] | None, every: int
+        self, directory: str | Path, project: str, run_name: str | None, config: Mapping[str, Any] | None, every: int
     ) -> None:
         super().__init__(directory, every)
-        name = self._module_name
+        run_name = self._module_name
         what = f"The hook {type(self).__name__}"
-        self._module = import_optional_module(name, what, name, "use the hook TensorBoard or JsonLines")
-        self.project, self.name = project, name
+        self._module = import_optional_module(run_name, what, run_name, "use the hook TensorBoard or JsonLines")
+        self.project, self.name = project, run_name
         self.config = dict(config or {})
         self._run_id: str | None = None
 
@@ -189,14 +189,14 @@ class Wandb(_ExperimentTracker):
         )  # fmt: skip
         self._run_id, self._writer = run.id, _WandbWriter(run)
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
         if self._writer is not None:
-            self._writer.run.log(values, step=trainer.step)
+            self._writer.run.log(metric_values, step=trainer.step)
 
 
 class _WandbWriter:
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, wandb_run: Any) -> None:
+        self.run = wandb_run
 
     def close(self) -> None:
         self.run.finish()
@@ -228,25 +228,25 @@ class Mlflow(_ExperimentTracker):
             self._module.log_params(flat)
         self._run_id, self._writer = run.info.run_id, _MlflowWriter(self._module)
 
-    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+    def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
         if self._writer is not None:
-            self._module.log_metrics(values, step=trainer.step)
+            self._module.log_metrics(metric_values, step=trainer.step)
 
 
 class _MlflowWriter:
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, mlflow_module: Any) -> None:
+        self._module = mlflow_module
 
     def close(self) -> None:
         self._module.end_run()
 
 
-def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_config(config: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Convert a nested config to a single dict with keys such as ``model.name``."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= _flatten_config(value, f"{prefix}{key}.")
+            found |= _flatten_config(value, f"{key_prefix}{key}.")
         else:
-            found[prefix + key] = value
+            found[key_prefix + key] = value
     return found

@@ -18,8 +18,8 @@ from shardformer.errors import (
     suggest_similar_names,
 )
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.training.data_loader import to_forward_arguments
-from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
+from shardformer.training.data_loader import to_forward_kwargs
+from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation_data
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
@@ -62,13 +62,13 @@ class Metrics(Hook):
         self.shift = shift
         self._with_perplexity = PERPLEXITY in names
         self._functions: dict[str, Callable[[Any, Any], float]] = {
-            **{name: _find_sklearn_metric(name) for name in names if name != PERPLEXITY},
-            **{name: _to_metric_function(name, function) for name, function in functions.items()},
+            **{name: _get_sklearn_metric_fn(name) for name in names if name != PERPLEXITY},
+            **{name: _to_metric_fn(name, function) for name, function in functions.items()},
         }
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_has_validation(self, trainer)
+        check_has_validation_data(self, trainer)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         self._pairs = []
@@ -81,7 +81,7 @@ class Metrics(Hook):
         output = _get_logits(engine.predict(batch))
         labels = _get_labels(batch, engine.model)
         if labels.is_floating_point():
-            self._pairs.append(_get_labels_and_predictions(labels, output.cpu()))
+            self._pairs.append(_to_labels_and_predictions(labels, output.cpu()))
             return
         if labels.dim() == output.dim():
             raise InputError(
@@ -125,31 +125,33 @@ class Metrics(Hook):
             trainer.values[f"validation/{name}"] = value
 
 
-def _get_labels_and_predictions(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+def _to_labels_and_predictions(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels and predictions to compare in a regression or a multi-label classification."""
-    output = output.squeeze(-1) if output.dim() > labels.dim() else output
-    if output.shape != labels.shape:
+    logits = logits.squeeze(-1) if logits.dim() > labels.dim() else logits
+    if logits.shape != labels.shape:
         raise InputError(
             f"The Metrics hook requires labels and outputs of the same shape, but got {tuple(labels.shape)} and "
-            f"{tuple(output.shape)}.",
+            f"{tuple(logits.shape)}.",
             remedy="Remove the hook, or compute the metric in on_validation_batch of your own hook.",
         )
     is_multi_label = labels.dim() > 1 and bool(((labels == 0) | (labels == 1)).all())
-    return (labels.long(), (output > 0).long()) if is_multi_label else (labels, output.float())
+    return (labels.long(), (logits > 0).long()) if is_multi_label else (labels, logits.float())
 
 
-def _get_logits(output: Any) -> Tensor:
+def _get_logits(model_output: Any) -> Tensor:
     """Return the logits of a model output, which may be a tensor, a tuple, a dict or a ``ModelOutput``."""
-    if isinstance(output, Mapping):
-        output = output["logits"] if "logits" in output else next(iter(output.values()))
-    found = output[0] if isinstance(output, (list, tuple)) else getattr(output, "logits", output)
+    if isinstance(model_output, Mapping):
+        model_output = model_output["logits"] if "logits" in model_output else next(iter(model_output.values()))
+    found = (
+        model_output[0] if isinstance(model_output, (list, tuple)) else getattr(model_output, "logits", model_output)
+    )
     assert isinstance(found, Tensor)
     return found.detach()
 
 
 def _get_labels(batch: Any, model: Any) -> Tensor:
     """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
-    named = to_forward_arguments(batch, model, has_target=True)
+    named = to_forward_kwargs(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -160,39 +162,39 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
     return found.cpu()
 
 
-def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
-    instead = f"pass a function: Metrics({name}=...)"
-    import_optional_module("sklearn", f"Metrics({name!r})", "metrics", instead, "scikit-learn")
+def _get_sklearn_metric_fn(metric_name: str) -> Callable[[Any, Any], float]:
+    instead = f"pass a function: Metrics({metric_name}=...)"
+    import_optional_module("sklearn", f"Metrics({metric_name!r})", "metrics", instead, "scikit-learn")
     from sklearn import metrics
 
-    if name == "f1":
+    if metric_name == "f1":
         return lambda labels, predictions: metrics.f1_score(
             labels,
             predictions,
             average="binary" if labels.ndim == 1 and set(labels) | set(predictions) <= {0, 1} else "macro",
         )
-    found = getattr(metrics, f"{name}_score", None) or getattr(metrics, name, None)
+    found = getattr(metrics, f"{metric_name}_score", None) or getattr(metrics, metric_name, None)
     if not callable(found) or isinstance(found, type):
         known = [n.removesuffix("_score") for n in metrics.__all__ if callable(getattr(metrics, n)) and n[0].islower()]
         raise ConfigError(
-            f"Metrics does not support the metric {name!r}.",
+            f"Metrics does not support the metric {metric_name!r}.",
             rule="Use 'perplexity' or the name of a function in sklearn.metrics, with or without the suffix _score.",
-            remedy=suggest_similar_names(name, [*known, "f1", PERPLEXITY]),
+            remedy=suggest_similar_names(metric_name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
 
 
-def _to_metric_function(name: str, metric: Any) -> Callable[[Any, Any], float]:
-    def compute(labels: Any, predictions: Any) -> float:
+def _to_metric_fn(metric_name: str, metric: Any) -> Callable[[Any, Any], float]:
+    def compute_metric(labels: Any, predictions: Any) -> float:
         metric.reset()
         metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
         return float(metric.compute())
 
     if all(hasattr(metric, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
-        return compute
+        return compute_metric
     if not callable(metric):
         raise ConfigError(
-            f"Metrics({name}=...) must be a function or a torchmetrics metric, but got {metric!r:.60}.",
-            remedy=f"Pass a function, as in Metrics({name}=lambda labels, predictions: ...).",
+            f"Metrics({metric_name}=...) must be a function or a torchmetrics metric, but got {metric!r:.60}.",
+            remedy=f"Pass a function, as in Metrics({metric_name}=lambda labels, predictions: ...).",
         )
     return metric  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from shardformer.layout.sharding_metadata import get_or_build_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.optimizers import compute_state_after_step
+from shardformer.zero.optimizers import compute_state_after_one_step
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 KEY = "moving_average"
@@ -68,7 +68,7 @@ class MovingAverage(Hook):
             self._step == trainer.step,
         )
         self._averages = {}
-        for _, param in _iter_trained_tensors(engine):
+        for _, param in _iter_trainable_params(engine):
             dtype = torch.promote_types(param.dtype, torch.float32)
             initial = before.get(param, param.detach()) if is_continued else param.detach()
             self._averages[param] = initial.to(param.device, dtype, copy=True).view(param.shape)
@@ -88,7 +88,7 @@ class MovingAverage(Hook):
             return
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
-        for _, param in _iter_trained_tensors(engine):
+        for _, param in _iter_trainable_params(engine):
             average = self._get_average(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
@@ -142,14 +142,14 @@ class MovingAverage(Hook):
         Parameters without a gradient so far are skipped if their optimizer creates its state with the first gradient.
         The average of such a parameter equals its value.
         """
-        for optimizer, group, param in _iter_grouped_tensors(engine):
+        for optimizer, group, param in _iter_params_with_groups(engine):
             small = torch.zeros([min(n, 2) for n in param.shape])
-            if optimizer.state.get(param) or not compute_state_after_step(optimizer, group, small):
+            if optimizer.state.get(param) or not compute_state_after_one_step(optimizer, group, small):
                 optimizer.state[param][KEY] = self._get_average(param)
 
     def _pop_averages_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
         found = {}
-        for optimizer, param in _iter_trained_tensors(engine):
+        for optimizer, param in _iter_trainable_params(engine):
             if (state := optimizer.state.get(param)) is not None:
                 if KEY in state:
                     found[param] = state.pop(KEY)
@@ -157,8 +157,8 @@ class MovingAverage(Hook):
                     del optimizer.state[param]
         return found
 
-    def _get_average(self, param: Tensor, state: Any = None) -> Tensor:
-        found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
+    def _get_average(self, param: Tensor, optimizer_state: Any = None) -> Tensor:
+        found: Tensor | None = (optimizer_state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
                 f"MovingAverage has no average for a parameter of shape {tuple(param.shape)}.",
@@ -177,8 +177,10 @@ class MovingAverage(Hook):
                 "MovingAverage has already replaced the weights by their averages.",
                 remedy="Leave the outer with block first, or pass MovingAverage(validate=False) to validate inside it.",
             )
-        averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_trained_tensors(engine)]
-        self._weights = [(x, x.detach().clone()) for x in _iter_overwritten_tensors(engine)]
+        averages = [
+            (p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_trainable_params(engine)
+        ]
+        self._weights = [(x, x.detach().clone()) for x in _iter_tensors_to_overwrite(engine)]
         zero = _find_zero_optimizer(engine)
         with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
@@ -194,7 +196,7 @@ class MovingAverage(Hook):
             x.detach().copy_(before)
         if (zero := _find_zero_optimizer(engine)) is not None:
             if (gathered := get_or_build_metadata(engine.model).parameter_owner) is not None:
-                gathered.free_gathered_parameters()
+                gathered.free_gathered_params()
             for shard in zero.shards:
                 shard.record_param_versions()
 
@@ -219,7 +221,7 @@ def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
     return next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
-def _iter_grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+def _iter_params_with_groups(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
     """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
@@ -227,15 +229,15 @@ def _iter_grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, An
                 yield from ((optimizer, group, param) for param in group["params"])
 
 
-def _iter_trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
-    return ((optimizer, param) for optimizer, _, param in _iter_grouped_tensors(engine))
+def _iter_trainable_params(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
+    return ((optimizer, param) for optimizer, _, param in _iter_params_with_groups(engine))
 
 
-def _iter_overwritten_tensors(engine: Any) -> Iterator[Tensor]:
+def _iter_tensors_to_overwrite(engine: Any) -> Iterator[Tensor]:
     """Yield all local tensors that the averaged weights temporarily overwrite."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
-        yield from (param for _, param in _iter_trained_tensors(engine))
+        yield from (param for _, param in _iter_trainable_params(engine))
         return
     for shard in zero.shards:
         if shard.has_masters:

@@ -18,7 +18,7 @@ from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 ROWS = 25
 
 
-@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, renamed_attributes=RENAMED_DIRECTORY)
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
@@ -99,7 +99,7 @@ class Profiler(Hook):
             plot_memory_trace(trace, trace.with_name(f"{trace.stem}-memory.png"))
 
 
-def plot_memory_trace(trace_file: Path, image_file: Path) -> None:
+def plot_memory_trace(trace_path: Path, image_path: Path) -> None:
     """Plot the allocated memory over time from a profiler trace. If matplotlib is not installed, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -109,7 +109,7 @@ def plot_memory_trace(trace_file: Path, image_file: Path) -> None:
             "The Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
-    times, megabytes = read_memory_trace(trace_file)
+    times, megabytes = read_memory_timeline(trace_path)
     if not times:
         return
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -121,13 +121,13 @@ def plot_memory_trace(trace_file: Path, image_file: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
-    with replace_file_atomically(image_file) as hidden:
+    with replace_file_atomically(image_path) as hidden:
         figure.savefig(hidden, dpi=130)
 
 
-def read_memory_trace(trace_file: Path) -> tuple[list[float], list[float]]:
+def read_memory_timeline(trace_path: Path) -> tuple[list[float], list[float]]:
     """Read the allocated memory of the device over time from a trace, and return times in ms and memory in MB."""
-    events = json.loads(trace_file.read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(trace_path.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}
     device = max(kinds, default=0)  # 0 is the CPU

@@ -53,7 +53,7 @@ class Progress(Hook):
         self._step_ends.clear()
         if not trainer.is_first:
             return
-        self._console = create_console()
+        self._console = create_rich_console()
         if trainer.num_steps is not None and trainer.step >= trainer.num_steps:
             self._print_line(f"Nothing to train: {trainer.step} of {trainer.num_steps} steps are complete.")
             self._printed_step = trainer.step
@@ -118,20 +118,24 @@ class StatusLine:
         optional: Texts that are shown if there is enough space, in the order of their importance.
     """
 
-    def __init__(self, done: float | None, required: Sequence[str], optional: Sequence[str]) -> None:
-        self.done, self.required, self.optional = done, required, optional
+    def __init__(
+        self, done_fraction: float | None, required_texts: Sequence[str], optional_texts: Sequence[str]
+    ) -> None:
+        self.done, self.required, self.optional = done_fraction, required_texts, optional_texts
 
     @classmethod
-    def from_trainer(cls, trainer: TrainerProtocol, remaining_s: float | None) -> StatusLine:
+    def from_trainer(cls, trainer: TrainerProtocol, remaining_seconds: float | None) -> StatusLine:
         values, total = trainer.values, trainer.num_steps
         texts = {name: text.format(values[name]) for name, text in PLAIN.items() if name in values}
         for name, text in SCALED.items():
             if name in values:
-                texts[name] = text.format(*scale_to_unit_prefix(values[name]))
+                texts[name] = text.format(*scale_to_si_prefix(values[name]))
         required = [format_step_progress(trainer), *filter(None, [texts.pop("loss", "")])]
         elapsed = f"{format_duration(trainer.seconds)} elapsed"
         if total is not None:
-            required.append("-:--:-- left" if remaining_s is None else f"{format_duration(remaining_s)} left")
+            required.append(
+                "-:--:-- left" if remaining_seconds is None else f"{format_duration(remaining_seconds)} left"
+            )
         epochs = f"/{trainer.last_epoch}" if trainer.last_epoch is not None else ""
         texts["epoch"] = f"epoch {min(trainer.epoch + 1, trainer.last_epoch or trainer.epoch + 1)}{epochs}"
         order = ("tokens_per_s", "learning_rate", "memory_bytes", "elapsed", "epoch", "flops_per_s")
@@ -142,35 +146,35 @@ class StatusLine:
     def step_text(self) -> str:
         return self.required[0]
 
-    def select_texts(self, width: int) -> list[str]:
+    def get_texts_that_fit(self, max_width: int) -> list[str]:
         """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
-            if len(GAP.join([*shown, text])) + self.compute_bar_width(width) + 1 > width:
+            if len(GAP.join([*shown, text])) + self.compute_bar_width(max_width) + 1 > max_width:
                 break
             shown.append(text)
         return shown
 
-    def compute_bar_width(self, width: int) -> int:
+    def compute_bar_width(self, max_width: int) -> int:
         """Return the width of the progress bar in columns, or 0 if the required texts do not leave enough space."""
-        if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
+        if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > max_width:
             return 0
-        return BAR if width >= WIDE else MIN_BAR
+        return BAR if max_width >= WIDE else MIN_BAR
 
-    def to_text(self, width: int, is_ascii: bool = False) -> Text:
-        """Format the status, including the progress bar, in at most ``width`` columns."""
+    def to_rich_text(self, max_width: int, ascii_only: bool = False) -> Text:
+        """Format the status, including the progress bar, in at most ``max_width`` columns."""
         from rich.text import Text
 
-        columns = self.compute_bar_width(width)
+        columns = self.compute_bar_width(max_width)
         full = round(columns * (self.done or 0.0))
-        done, left = ("#", "-") if is_ascii else ("━", "─")
+        done, left = ("#", "-") if ascii_only else ("━", "─")
         bar = (done * full, "bar.complete" if full < columns else "bar.finished"), (left * (columns - full), "bar.back")
         return Text.assemble(
-            *bar, " " * bool(columns), GAP.join(self.select_texts(width)), no_wrap=True, overflow="crop"
+            *bar, " " * bool(columns), GAP.join(self.get_texts_that_fit(max_width)), no_wrap=True, overflow="crop"
         )
 
     def __rich_console__(self, console: Console, options: Any) -> Any:
-        yield self.to_text(options.max_width, options.ascii_only)
+        yield self.to_rich_text(options.max_width, options.ascii_only)
 
 
 class _TerminalProgressBar:
@@ -182,8 +186,8 @@ class _TerminalProgressBar:
         self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S)
         self._live.start()
 
-    def show(self, line: StatusLine) -> None:
-        self._live.update(line)
+    def show(self, status_line: StatusLine) -> None:
+        self._live.update(status_line)
 
     def stop(self) -> None:
         self._live.stop()
@@ -197,20 +201,20 @@ class _NotebookProgressBar:
         self._line: StatusLine | None = None
         self._shown_at = -math.inf
 
-    def show(self, line: StatusLine) -> None:
-        self._line = line
+    def show(self, status_line: StatusLine) -> None:
+        self._line = status_line
         if time.perf_counter() - self._shown_at >= 1 / REFRESHES_PER_S:
-            self._draw(line)
+            self._draw(status_line)
 
     def stop(self) -> None:
         if self._line is not None:
             self._draw(self._line)
 
-    def _draw(self, line: StatusLine) -> None:
+    def _draw(self, status_line: StatusLine) -> None:
         from IPython.display import display  # type: ignore[import-not-found]
 
         self._shown_at = time.perf_counter()
-        output = {"text/plain": line.to_text(WIDE).plain}
+        output = {"text/plain": status_line.to_rich_text(WIDE).plain}
         if self._handle is None:
             self._handle = display(output, raw=True, display_id=True)
         else:
@@ -228,14 +232,14 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def scale_to_unit_prefix(value: float) -> tuple[str, str]:
+def scale_to_si_prefix(number: float) -> tuple[str, str]:
     """Split a number into three significant digits and a unit prefix, as in ("51.2", "k") for 51200."""
     # 999.6 is 1 k, not 1e+03
-    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= 0.9995 * scale), ("", 1.0))
-    return f"{value / scale:.3g}", unit
+    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(number) >= 0.9995 * scale), ("", 1.0))
+    return f"{number / scale:.3g}", unit
 
 
-def create_console() -> Console:
+def create_rich_console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)

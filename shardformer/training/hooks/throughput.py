@@ -68,11 +68,11 @@ class Throughput(Hook):
             self._recent_steps.clear()
         self._recent_steps.append((max(seconds, 1e-9), trainer.samples, trainer.tokens))
         if self._counter is not None:
-            self._flops_per_token = _reduce_over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
+            self._flops_per_token = _all_reduce_scalar(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
             self._counter = None
         if self._num_steps == 1 or self._num_steps % self.window == 0:
-            peak = _measure_peak_memory(trainer.engine.context.device)
-            trainer.values["memory_bytes"] = _reduce_over_ranks(trainer, peak, "max")
+            peak = _get_peak_memory_bytes(trainer.engine.context.device)
+            trainer.values["memory_bytes"] = _all_reduce_scalar(trainer, peak, "max")
         total = sum(seconds for seconds, _, _ in self._recent_steps)
         trainer.values["samples_per_s"] = sum(samples for _, samples, _ in self._recent_steps) / total
         trainer.values["tokens_per_s"] = sum(tokens for _, _, tokens in self._recent_steps) / total
@@ -111,14 +111,14 @@ class _FlopCounter(TorchDispatchMode):
         return out
 
 
-def _measure_peak_memory(device: torch.device) -> float:
+def _get_peak_memory_bytes(device: torch.device) -> float:
     """Return the peak memory of this process in bytes, on the GPU if there is one, and otherwise on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _reduce_over_ranks(trainer: TrainerProtocol, value: float, op: str) -> float:
+def _all_reduce_scalar(trainer: TrainerProtocol, scalar: float, op: str) -> float:
     trainer.synchronize_ranks()
-    local_value = torch.tensor(value, dtype=torch.float64, device=trainer.engine.context.device)
+    local_value = torch.tensor(scalar, dtype=torch.float64, device=trainer.engine.context.device)
     return float(all_reduce(local_value, trainer.engine.world, op=op, purpose="throughput"))

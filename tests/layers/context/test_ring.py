@@ -14,9 +14,9 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.context_parallel import masks
 from shardformer.context_parallel import masks as mask
 from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions, RelativePositionBias
-from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal_predicate
+from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal_mask_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
-from shardformer.context_parallel.sequence_layout import SequencePositions
+from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.pairwise import all_pairs
@@ -42,10 +42,10 @@ def kind_of(name: str, length: int) -> Kind:
     padding = torch.ones(BATCH, length, dtype=torch.bool)
     padding[0, :3] = padding[1, -4:] = False
     return {
-        "causal": Kind(causal_predicate),
+        "causal": Kind(causal_mask_predicate),
         "all": Kind(None),
         "window": Kind(window),
-        "padded": Kind(causal_predicate, padding),
+        "padded": Kind(causal_mask_predicate, padding),
         "all padded": Kind(None, padding & torch.tensor([[False], [True]])),
         "documents": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k])),
         "by one": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k]), by_vmap=True),
@@ -58,17 +58,19 @@ def in_one_place(
     """Reference attention; a query without a visible key returns zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * how.scale
-    if how.cap is not None:
-        scores = how.cap * torch.tanh(scores / how.cap)
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     if line is not None:
-        scores = scores + RelativePositionBias(line).compute_bias(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+        scores = scores + RelativePositionBias(line).compute_position_bias(
+            torch.arange(q.shape[2]), torch.arange(k.shape[2])
+        )
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]] * sees
     if how.dropout is not None:
         indices = torch.arange(q.shape[2])
-        weights = weights * how.dropout.compute_weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
+        weights = weights * how.dropout.compute_dropout_factors(q.shape[0], indices, torch.arange(k.shape[2]))
     return weights @ v
 
 
@@ -88,7 +90,7 @@ CASES = all_pairs(
 def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     length, ring = case["length"], case["ring"]
-    positions, kind = SequencePositions(length, ring), kind_of(case["mask"], length)
+    positions, kind = SequenceLayout(length, ring), kind_of(case["mask"], length)
     tensors = [
         torch.randn(BATCH, heads, length, WIDTH, dtype=torch.float64, requires_grad=True)
         for heads in (HEADS, KEYS, KEYS)
@@ -98,12 +100,12 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
     how = AttentionScoreOptions(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
 
     def mask() -> ChunkedMask:
-        return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
+        return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, use_vmap=kind.by_vmap)
 
     indices = torch.arange(length)
     line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
     line = line if case["scores"] == "biased" else None
-    whole = in_one_place(*tensors, mask().evaluate(indices, indices), how, sinks, line)
+    whole = in_one_place(*tensors, mask().compute_mask(indices, indices), how, sinks, line)
     grad = torch.randn_like(whole)
     common = [x for x in (sinks, line) if x is not None]
     wanted = [*tensors, *common]
@@ -127,12 +129,12 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
         torch.testing.assert_close(sum(grads[at] for _, grads in found), full, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("predicate", "share"), [(causal_predicate, 4.5), (None, 6.0)])
+@pytest.mark.parametrize(("predicate", "share"), [(causal_mask_predicate, 4.5), (None, 6.0)])
 @pytest.mark.parametrize("ring", [2, 4])
 def test_communication_matches_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
     """Numbers per rank, forward and backward: 4.5 N K D (P-1)/P if causal, 6 N K D (P-1)/P otherwise."""
     length = 16 * ring
-    positions = SequencePositions(length, ring)
+    positions = SequenceLayout(length, ring)
 
     def compute(context: ParallelContext) -> int:
         q, k, v = (
@@ -152,7 +154,7 @@ def test_communication_matches_the_formula(predicate: Predicate | None, share: f
 
 def test_keys_are_sent_only_to_ranks_within_the_window() -> None:
     length, ring = 64, 4
-    positions = SequencePositions(length, ring)
+    positions = SequenceLayout(length, ring)
 
     def compute(context: ParallelContext) -> int:
         q, k, v = (torch.randn(1, 2, length // ring, 4) for _ in range(3))
@@ -176,12 +178,12 @@ def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
     """The errors of outputs and gradients are at most 1.3 times those of one kernel."""
     torch.manual_seed(0)
     length, ring = 512, 32
-    positions = SequencePositions(length, ring)
+    positions = SequenceLayout(length, ring)
     exact = [torch.randn(1, 2, length, 16, dtype=torch.float64) for _ in range(4)]
 
     def attend(dtype: torch.dtype, ranks: int) -> list[Tensor]:
         q, k, v, grad = (x.bfloat16().to(dtype) for x in exact)
-        at = SequencePositions(length, ranks)
+        at = SequenceLayout(length, ranks)
 
         def compute(context: ParallelContext) -> list[Tensor]:
             own = at.get_positions_of_rank(context.sequence.rank)
@@ -189,7 +191,7 @@ def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
             out = ring_attention(
                 *mine,
                 RingExchange(
-                    context.sequence, ChunkedMask(causal_predicate, None, at, at, 1), AttentionScoreOptions(0.25)
+                    context.sequence, ChunkedMask(causal_mask_predicate, None, at, at, 1), AttentionScoreOptions(0.25)
                 ),
             )
             return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
@@ -208,9 +210,9 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
     return (queries % 4 > 1) & (keys >= 0)
 
 
-@pytest.mark.parametrize("predicate", [causal_predicate, late, window, None])
+@pytest.mark.parametrize("predicate", [causal_mask_predicate, late, window, None])
 def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions, chunks = SequencePositions(16, 2), range(4)
+    positions, chunks = SequenceLayout(16, 2), range(4)
 
     def found() -> dict[tuple[int, int], masks.ChunkVisibility]:
         monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
@@ -224,7 +226,7 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
 
 def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
-    positions = SequencePositions(16, 2)
+    positions = SequenceLayout(16, 2)
 
     def looking_back(size: int) -> Predicate:
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
@@ -241,7 +243,7 @@ def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
             ChunkedMask(
-                causal_predicate, None, SequencePositions(length, 2), SequencePositions(length, 2), 1
+                causal_mask_predicate, None, SequenceLayout(length, 2), SequenceLayout(length, 2), 1
             ).get_visibility(0, 0)
         all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._VISIBILITY_CACHE.masks.values()]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.context_parallel.sequence_layout import IndexShards, SequencePositions
+from shardformer.context_parallel.sequence_layout import IndexShards, SequenceLayout
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -23,7 +23,7 @@ def full() -> Tensor:
 
 def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTensor]:
     """Return the local rows, which require a gradient, and the sharded tensor of them."""
-    rows = IndexShards.from_positions(SequencePositions(S, RANKS), context.sequence)
+    rows = IndexShards.from_sequence_layout(SequenceLayout(S, RANKS), context.sequence)
     local = rows.slice_local(x, 1).requires_grad_()
     return local, SequenceShardedTensor(local, rows, 1)
 

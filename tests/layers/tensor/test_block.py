@@ -215,7 +215,7 @@ def cut(stack: Stack, axis: Axis, mode: str) -> TensorParallelBlock:
     row: Any = Linear1D_Row.from_native_module(gate.down, axis)
     row.block = block
     gate.down = row
-    block.register_entry(gate)
+    block.register_entry_hooks(gate)
     return block
 
 
@@ -398,9 +398,9 @@ class Offsets(nn.Module):
 
 
 def offsets_in_eval_mode() -> list[float]:
-    stream = ActivationSharding(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, random=True)
+    stream = ActivationSharding(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, has_random_ops=True)
     offsets = Offsets().eval()
-    stream.register_token_free_module_hooks(offsets, random=True)
+    stream.register_token_free_hooks(offsets, has_random_ops=True)
     stream.shard_stack_input(torch.randn(B, S, H), False)
     return [float(value) for value in offsets()]
 

@@ -28,7 +28,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout) -> None:
     torch.manual_seed(0)
-    width, ranks = layout.num_kv_heads * HEAD_DIM, range(layout.ranks)
+    width, ranks = layout.num_kv_heads * HEAD_DIM, range(layout.num_ranks)
     plain: nn.Module = kind(width).double()
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -53,7 +53,7 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
         assert mine.grad is not None
         return found.detach(), mine.grad, {name: p.grad for name, p in norm.named_parameters() if p.grad is not None}
 
-    found = run_as_threads(normalise, tensor=layout.ranks)
+    found = run_as_threads(normalise, tensor=layout.num_ranks)
     for (values, _, _), at in zip(found, indices, strict=True):
         torch.testing.assert_close(values, out.detach()[..., at], rtol=0, atol=1e-12)
     of_input = torch.zeros_like(x)

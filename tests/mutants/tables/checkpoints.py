@@ -41,15 +41,15 @@ MUTANTS = [
     mutant(
         "checksum-not-compared",
         "shardformer/checkpoint/load.py",
-        "if total % BITS != box.sum:",
-        "if total % BITS != box.sum and not count:",
+        "if total % BITS != box.checksum:",
+        "if total % BITS != box.checksum and not count:",
         "A checkpoint with a flipped bit is loaded.",
         first=("tests/checkpoint/test_damage.py::test_flipped_bit_is_detected_or_harmless",),
     ),
     mutant(
         "index-checksum-ignored",
         "shardformer/checkpoint/file_format.py",
-        'found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}',
+        'found = json.loads(text) if _compute_sha256(text) == head_values["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
         first=(
@@ -60,8 +60,8 @@ MUTANTS = [
     mutant(
         "incomplete-checkpoint-is-finished",
         "shardformer/checkpoint/save.py",
-        "if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):",
-        "if (covered := sum(prod(box.size) for box in entry.boxes)) > prod(entry.shape):",
+        "if (covered := sum(prod(box.size) for box in entry.chunks)) != prod(entry.shape):",
+        "if (covered := sum(prod(box.size) for box in entry.chunks)) > prod(entry.shape):",
         "A save to which a rank brings a part of a tensor only is called a checkpoint.",
         first=(
             "tests/checkpoint/test_bad_input.py::test_incomplete_or_duplicate_writes_are_not_published",
@@ -71,8 +71,8 @@ MUTANTS = [
     mutant(
         "interrupted-save-blocks-the-next",
         "shardformer/checkpoint/directory.py",
-        "if found.kind == SAVING:",
-        "if found.kind == DROPPED and not path.exists():",
+        "if found.purpose == SAVING:",
+        "if found.purpose == DROPPED and not path.exists():",
         "What a killed save left is never removed.",
         first=(
             "tests/checkpoint/test_damage.py::test_step_can_be_saved_after_killed_save",
@@ -83,8 +83,8 @@ MUTANTS = [
     mutant(
         "replaced-checkpoint-removed-first",
         "shardformer/filesystem.py",
-        "        target.rename(replaced)\n",
-        "        shutil.rmtree(target)\n",
+        "        target_folder.rename(replaced)\n",
+        "        shutil.rmtree(target_folder)\n",
         "A step that is saved again is lost if the process is killed at the wrong moment.",
         first=("tests/checkpoint/test_damage.py::test_replaced_checkpoint_is_kept_until_sync",),
     ),
@@ -92,7 +92,7 @@ MUTANTS = [
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
         "    try:\n        files = [*map(get_rank_file_name",
-        "    try:\n        delete_old_checkpoints(root, keep, path)\n        files = [*map(get_rank_file_name",
+        "    try:\n        delete_old_checkpoints(root, retention, path)\n        files = [*map(get_rank_file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
             "tests/checkpoint/test_damage.py::test_older_checkpoints_are_deleted_after_sync",
@@ -118,16 +118,16 @@ MUTANTS = [
     mutant(
         "keep-one-more",
         "shardformer/checkpoint/directory.py",
-        "if place >= retention.last and folder != newest and not is_kept and not is_young:",
-        "if place > retention.last and folder != newest and not is_kept and not is_young:",
+        "if place >= retention.last and folder != newest_checkpoint and not is_kept and not is_young:",
+        "if place > retention.last and folder != newest_checkpoint and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",
         first=("tests/checkpoint/test_damage.py::test_retention_keeps_the_specified_checkpoints",),
     ),
     mutant(
         "fp32-model-gets-rounded-weights",
         "shardformer/checkpoint/load.py",
-        'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"',
-        'return f"{WEIGHTS}/{name}"',
+        'return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{param_name}"',
+        'return f"{WEIGHTS}/{param_name}"',
         "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
         first=(
             "tests/checkpoint/test_layouts.py::test_fp32_model_loads_master_weights_of_16_bit_run",
@@ -162,7 +162,7 @@ MUTANTS = [
     mutant(
         "optimizer-state-rounded",
         "shardformer/checkpoint/training_state.py",
-        "for slot in self.get_optimizer_tensors() if exact else ():",
+        "for slot in self.iter_optimizer_tensors() if keep_saved_dtype else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=(
@@ -173,8 +173,8 @@ MUTANTS = [
     mutant(
         "step-counts-of-the-first-rank",
         "shardformer/checkpoint/training_state.py",
-        '    for each in values:\n        scalars |= each["scalars"]\n',
-        '    for each in values[:1]:\n        scalars |= each["scalars"]\n',
+        '    for each in values_by_rank:\n        scalars |= each["scalars"]\n',
+        '    for each in values_by_rank[:1]:\n        scalars |= each["scalars"]\n',
         "Adam's step counts of parameters on other stages or shards are lost: bias correction starts again.",
         first=(
             "tests/checkpoint/test_layouts.py::test_step_counts_of_parameters_are_restored",
@@ -185,8 +185,8 @@ MUTANTS = [
     mutant(
         "narrow-copy-is-sent",
         "shardformer/checkpoint/reshard_in_memory.py",
-        "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
-        "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
+        "for item in sorted(tensor_items, key=lambda item: -item.dtype.itemsize):",
+        "for item in sorted(tensor_items, key=lambda item: item.dtype.itemsize):",
         "reshape sends the 16-bit copy of a number, although the rank also has an fp32 copy.",
         first=("tests/checkpoint/test_move.py::test_wider_of_two_copies_is_sent",),
     ),

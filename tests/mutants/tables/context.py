@@ -10,8 +10,8 @@ MUTANTS = [
     mutant(
         "sink-gradient-with-the-wrong-sign",
         "shardformer/context_parallel/ring_attention.py",
-        "sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
-        "sinks_grad = (weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
+        "sinks_grad = -(weight * (grad_output.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
+        "sinks_grad = (weight * (grad_output.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
         "Attention sinks (gpt-oss) are trained in the wrong direction.",
         first=("tests/layers/context/test_ring.py",),
     ),
@@ -75,8 +75,8 @@ MUTANTS = [
     mutant(
         "biased-attention-sees-the-future",
         "shardformer/context_parallel/attention_kernels.py",
-        "    if block.causal:\n        return added.masked_fill(block.cols[None, :] >",
-        "    if block.causal and block.mask is not None:\n        return added.masked_fill(block.cols[None, :] >",
+        "    if block_mask.is_causal:\n        return added.masked_fill(\n",
+        "    if block_mask.is_causal and block_mask.mask is not None:\n        return added.masked_fill(\n",
         "T5's decoder sees later tokens of its own chunk.",
         first=("tests/layers/context/test_ring.py",),
     ),
@@ -117,8 +117,8 @@ MUTANTS = [
     mutant(
         "windows-of-two-sizes-are-one",
         "shardformer/context_parallel/masks.py",
-        "map(compute_mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])",
-        "map(compute_mask_fingerprint, [value.__code__, *(value.__defaults__ or ()), value.__kwdefaults__])",
+        "[mask_component.__code__, *cells, *(mask_component.__defaults__ or ())",
+        "[mask_component.__code__, *(mask_component.__defaults__ or ())",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
             "tests/layers/context/test_ring.py::test_windows_of_different_sizes_are_cached_separately",
@@ -129,7 +129,7 @@ MUTANTS = [
     mutant(
         "gradients-of-a-cut-sequence-not-averaged",
         "shardformer/layout/sharding_metadata.py",
-        'divisor = float(axis_sizes.get("data", 1) * activations.count_input_shards(axis_sizes))',
+        'divisor = float(axis_sizes.get("data", 1) * activation_layout.get_num_input_shards(axis_sizes))',
         'divisor = float(axis_sizes.get("data", 1))',
         "Over a sequence axis of P ranks all gradients are P times too large.",
         first=("tests/layout/test_toy_stream.py",),

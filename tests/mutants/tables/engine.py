@@ -69,7 +69,7 @@ MUTANTS = [
         "reshape-keeps-the-old-share-of-data",
         "shardformer/training/engine.py",
         "            self.data.set_parallel_context(context)\n",
-        "            self.data.check_num_ranks(context.data.size)\n",
+        "            self.data.check_num_data_ranks(context.data.size)\n",
         "After reshard, ranks continue with their old shard of each batch.",
         first=("tests/engine/test_reshape.py",),
     ),
@@ -112,16 +112,16 @@ MUTANTS = [
     mutant(
         "records-lose-the-resumed-step",
         "shardformer/training/metrics_log.py",
-        "if record.step <= resume_at]",
-        "if record.step < resume_at]",
+        "if record.step <= resume_step]",
+        "if record.step < resume_step]",
         "A resumed run loses the record of the step at which it resumes.",
         first=("tests/trainer/test_records.py",),
     ),
     mutant(
         "first-step-without-a-learning-rate",
         "shardformer/train_command/build.py",
-        "return (step + 1) / warmup",
-        "return step / warmup",
+        "return (step + 1) / num_warmup_steps",
+        "return step / num_warmup_steps",
         "The first step of a run with warm-up has a learning rate of 0.",
         first=(
             "tests/runs/test_updates.py::test_learning_rate_of_each_step",
@@ -142,9 +142,9 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/load_data.py",
-        "return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, is_validation)",
-        "found = read_label_field(rows, self.config.data.label)[0]\n"
-        "        return encode_labels(found, list_classes(found), is_validation)",
+        "return encode_labels(get_label_column(rows, self.config.data.label)[0], self.classes, is_validation)",
+        "found = get_label_column(rows, self.config.data.label)[0]\n"
+        "        return encode_labels(found, infer_label_classes(found), is_validation)",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_without_some_class_uses_the_training_indices",

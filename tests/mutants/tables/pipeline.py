@@ -18,16 +18,16 @@ MUTANTS = [
     mutant(
         "summed-loss-without-data-ranks",
         "shardformer/gradient_accumulation/micro_batch_loss.py",
-        "return call.compute_loss() * self._num_ranks if self._data_axis is not None else call.compute_loss()",
-        "return call.compute_loss()",
+        "return loss * self._num_ranks if self._data_axis is not None else loss",
+        "return loss",
         'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
         first=("tests/pipeline/test_average_over_data.py",),
     ),
     mutant(
         "micro-batch-without-labels-is-nan",
         "shardformer/gradient_accumulation/micro_batch_loss.py",
-        'return call.compute_loss() * (n * self._num_ranks / total) if n else call.compute_with_reduction("sum") * 0.0',
-        "return call.compute_loss() * (n * self._num_ranks / total)",
+        '        if not n:\n            return loss_call.compute_loss_with_reduction("sum") * 0.0\n',
+        "",
         "The loss is NaN where all labels of one micro-batch are ignored.",
         first=("tests/pipeline/test_loss.py::test_micro_batch_without_labels_adds_zero",),
     ),
@@ -112,8 +112,9 @@ MUTANTS = [
     mutant(
         "one-row-for-all-samples-is-cut",
         "shardformer/gradient_accumulation/micro_batches.py",
-        "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._micro_batch_indices]\n",
-        "        if x.dim() == 0:\n            return [x for _ in self._micro_batch_indices]\n",
+        "        if tensor.dim() == 0 or tensor.shape[0] == 1:\n            return [tensor for _ in "
+        "self._micro_batch_indices]\n",
+        "        if tensor.dim() == 0:\n            return [tensor for _ in self._micro_batch_indices]\n",
         "A batch with one row of positions for all samples is refused with micro-batches.",
         first=("tests/pipeline/test_microbatches.py",),
     ),

@@ -21,8 +21,8 @@ MUTANTS = [
     mutant(
         "uneven-heads-in-a-fused-projection",
         "shardformer/policies/convert_roles.py",
-        "if any(layout.get_local_kv_head_per_query(r) for r in range(layout.ranks)):",
-        "if layout.ranks < 1:",
+        "if any(layout.get_local_kv_head_per_query(r) for r in range(layout.num_ranks)):",
+        "if layout.num_ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
             "tests/policies/test_edges.py::test_uneven_kv_heads_in_a_fused_projection_are_refused",
@@ -103,8 +103,8 @@ MUTANTS = [
     mutant(
         "validation-sees-no-exchanged-outputs",
         "shardformer/discovery/reduced_model.py",
-        "weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
-        "weights = torch.ones(shape.numel(), dtype=x.dtype, device=x.device).view(shape)",
+        "weights = torch.linspace(0.5, 1.5, weight_shape.numel(), dtype=tensor.dtype, device=tensor.device)",
+        "weights = torch.ones(weight_shape.numel(), dtype=tensor.dtype, device=tensor.device)",
         "A derived policy that exchanges outputs of a model passes its validation.",
         first=("tests/policies/infer/test_sound.py::test_outputs_that_are_exchanged_have_another_loss",),
     ),
@@ -122,7 +122,7 @@ MUTANTS = [
     mutant(
         "stage-validation-in-the-middle-only",
         "shardformer/discovery/validation.py",
-        "ends = {1, count // 2, count - 1, *(at for start in chain.stack_starts for at in (start - 1, start))}",
+        "ends = {1, count // 2, count - 1, *(at for start in chain.stack_start_indices for at in (start - 1, start))}",
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
         first=(
@@ -162,7 +162,7 @@ MUTANTS = [
         "optimizer-of-whole-parameters",
         "shardformer/sharding/checks.py",
         "            if name is not None:\n",
-        "            if name is not None and stages is not None:\n",
+        "            if name is not None and not name_by_param_id:\n",
         "An optimizer that was made before sharding goes on with the unsharded parameters.",
         first=("tests/policies/test_edges.py::test_optimizer_created_before_sharding_is_refused",),
     ),

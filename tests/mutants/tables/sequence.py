@@ -29,7 +29,7 @@ MUTANTS = [
     mutant(
         "samples-dropped-by-each-rank",
         "shardformer/random_state.py",
-        "seed, rank = self._share(seed.to(x.device)), -1",
+        "seed, rank = self._share(seed.to(input_tensor.device)), -1",
         "rank = -1",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
         first=("tests/timm/test_timm.py::test_ranks_drop_the_same_samples",),
@@ -75,15 +75,15 @@ MUTANTS = [
     mutant(
         "ignored-labels-have-gradients",
         "shardformer/tensor_parallel/vocab_parallel_loss.py",
-        "weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]",
-        "weight_T1 = grad.expand(len(valid_T))[:, None]",
+        "weight_T1 = torch.where(valid_T, grad_output, 0.0)[:, None]",
+        "weight_T1 = grad_output.expand(len(valid_T))[:, None]",
         "Tokens with the label -100 change the weights.",
         first=("tests/layers/vocab/test_loss.py::test_loss_equals_cross_entropy_of_the_full_logits",),
     ),
     mutant(
         "rank-whose-logits-are-all-masked",
         "shardformer/tensor_parallel/vocab_parallel_loss.py",
-        "shifted_tv = torch.sub(x_tv, clamp_negative_infinity(max_t)[:, None])",
+        "shifted_tv = torch.sub(x_tv, clamp_neg_inf(max_t)[:, None])",
         "shifted_tv = torch.sub(x_tv, max_t[:, None])",
         "The loss is NaN where a mask hides all of one rank's vocabulary.",
         first=("tests/layers/vocab/test_loss.py::test_rank_with_masked_columns_adds_nothing",),
@@ -121,7 +121,7 @@ MUTANTS = [
     mutant(
         "experts-see-own-tokens",
         "shardformer/tensor_parallel/block.py",
-        "        tokens = activation_sharding.view_as_local_tokens(x)\n",
+        "        tokens = activation_sharding.view_as_local_tokens(arg)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
         first=(

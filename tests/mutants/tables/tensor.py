@@ -37,8 +37,8 @@ MUTANTS = [
     mutant(
         "shared-heads-not-summed",
         "shardformer/layout/sharding_metadata.py",
-        'summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}',
-        'summed = {"data", *partial, *activations.input_axes}',
+        'summed = {"data", *partial, *activation_layout.input_axes, *spec.shared_axes}',
+        'summed = {"data", *partial, *activation_layout.input_axes}',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
         first=(
             "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
@@ -97,8 +97,8 @@ MUTANTS = [
     mutant(
         "row-takes-its-part-without-a-sum",
         "shardformer/tensor_parallel/layers.py",
-        "return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
-        "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
+        "return copy_to_tp_region(hidden_states, self.axis).index_select(-1, indices)",
+        "return hidden_states.index_select(-1, indices)",
         "A row-parallel linear layer with parallel_input=False and its own split passes back a part of the gradient.",
         first=("tests/layers/tensor/test_linear.py::test_row_parallel_input_follows_a_custom_split",),
     ),
@@ -125,17 +125,18 @@ MUTANTS = [
     mutant(
         "grid-norm-without-the-spread-of-means",
         "shardformer/tensor_parallel/grid_layers.py",
-        "variance = (sums + counts * (means - mean).square()).sum(0) / full",
-        "variance = sums.sum(0) / full",
+        "variance = (sums + counts * (means - mean).square()).sum(0) / num_features",
+        "variance = sums.sum(0) / num_features",
         "On a tensor grid a layer norm takes the variance within each rank for the variance of all features.",
         first=("tests/layers/grid/test_summa.py::test_grid_layer_norm_equals_the_plain_layer_norm",),
     ),
     mutant(
         "ranks-keep-their-own-weights",
         "shardformer/consistency/initial_weights.py",
-        "if axis.size > 1 and tensors and differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
+        "if axis.size > 1 and tensors and is_different_across_ranks([compute_numel_and_hash(t) for t in tensors], "
+        "axis):",
         "if axis.size > 1 and not tensors and "
-        "differs_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
+        "is_different_across_ranks([compute_numel_and_hash(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",
         first=("tests/test_bad_input.py::test_different_initial_weights_are_replaced_by_those_of_rank_0",),
     ),

@@ -83,8 +83,8 @@ MUTANTS = [
     mutant(
         "rounding-depends-on-the-layout",
         "shardformer/zero/mixed_precision.py",
-        "generate_random_bits(wide, param_slice.first, param_slice.key, self.step)",
-        "generate_random_bits(wide, param_slice.at.start, param_slice.key, self.step)",
+        "generate_random_bits(wide, param_slice.start_index, param_slice.seed, self.step)",
+        "generate_random_bits(wide, param_slice.at.start, param_slice.seed, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
         first=(
             "tests/optim/test_rounding.py::test_tensor_ranks_round_replicated_parameters_identically",
@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "paused-backwards-never-summed",
         "shardformer/zero/zero_optimizer.py",
-        "        self.reduce_pending_gradients()\n        problem = self._apply_gradient_edits()\n        for",
-        "        problem = self._apply_gradient_edits()\n        for",
+        "        self.reduce_pending_grads()\n        problem = self._apply_grad_edits()\n        for",
+        "        problem = self._apply_grad_edits()\n        for",
         "Where all backward passes of a step ran in no_sync, their gradients are not used.",
         first=(
             "tests/optim/test_zero.py::test_step_reduces_gradients_accumulated_in_no_sync",
@@ -106,7 +106,7 @@ MUTANTS = [
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
         "            if self._scheduler is not None:\n"
-        "                self._scheduler.free_gathered_parameters()\n            with",
+        "                self._scheduler.free_gathered_params()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
@@ -133,7 +133,7 @@ MUTANTS = [
     mutant(
         "owner-gets-a-sum-for-a-mean",
         "shardformer/gradients/buckets.py",
-        "return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)",
+        "return torch.div(grad.reshape(-1), grad_slot.divisor).to(like.dtype)",
         "return grad.reshape(-1).to(like.dtype)",
         "Muon over tensor and data ranks gets gradients that are not divided by the number of data ranks.",
         first=("tests/optim/test_owners.py::test_sharded_matrices_are_gathered",),
@@ -141,7 +141,7 @@ MUTANTS = [
     mutant(
         "whole-matrices-are-flat",
         "shardformer/zero/flat_shards.py",
-        "value = value.view(gradient.shape) if gradient.is_full else value",
+        "value = value.view(grad_slot.shape) if grad_slot.is_full else value",
         "value = value.reshape(-1)",
         "LARS and Muon see every matrix as a vector.",
         first=("tests/optim/test_owners.py::test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise",),
@@ -160,8 +160,8 @@ MUTANTS = [
     mutant(
         "shared-gradient-divided-twice",
         "shardformer/gradients/buckets.py",
-        "divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor",
-        "divisor = gradient.divisor",
+        "divisor = 1.0 if grad is None or grad_slot.is_shared else grad_slot.divisor",
+        "divisor = grad_slot.divisor",
         "ZeRO with data ranks and shared KV heads divides some gradients twice.",
         first=(
             "tests/optim/test_zero.py::test_weights_equal_one_process",

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stacks
+from shardformer.discovery.derive_policy import DerivedPolicy, derive_pipeline_only_policy
 from shardformer.discovery.layer_stacks import find_pipeline_hints
 from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import shrink_config
@@ -48,7 +48,7 @@ def compute_reference(family: str, name: str) -> ReferenceGradients:
     reduced = reduce_model(
         getattr(transformers, name)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[name])))
     )
-    return ReferenceGradients.from_model(reduced.model, reduced.run)
+    return ReferenceGradients.from_model(reduced.model, reduced.forward_fn)
 
 
 def stacks_of(policy: Any) -> list[LayerStack]:
@@ -60,7 +60,7 @@ def stacks_of(policy: Any) -> list[LayerStack]:
 def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
     name, needs = FOUND[family]
     reference = compute_reference(family, name)
-    policy = type(derive_layer_stacks(reference.model))
+    policy = type(derive_pipeline_only_policy(reference.model))
     stacks = stacks_of(policy)
     assert policy.no_pipeline is None
     assert validate_pipeline_stages(reference, policy, stacks) is None
@@ -79,7 +79,7 @@ def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_that_cannot_be_split_into_stages_are_refused(family: str) -> None:
     name, why = REFUSED[family]
-    policy = derive_layer_stacks(compute_reference(family, name).model)
+    policy = derive_pipeline_only_policy(compute_reference(family, name).model)
     policy.model = compute_reference(family, name).model
     assert why in str(policy.no_pipeline_reason())
 
@@ -90,7 +90,7 @@ def test_a_single_layer_cannot_be_validated() -> None:
     del layers[1:]
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})
     assert (
-        find_pipeline_hints(ReferenceGradients.from_model(reference.model, reference.run), policy)[1]
+        find_pipeline_hints(ReferenceGradients.from_model(reference.model, reference.forward_fn), policy)[1]
         == "it does not have two layers that run in sequence"
     )
 
@@ -165,7 +165,7 @@ def tokens(step: int) -> dict[str, Tensor]:
 
 
 def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
-    policy, source = resolve_policy(ToyLM(), None, tensor_size=1)
+    policy, source = resolve_policy(ToyLM(), None, tp_size=1)
     assert source == "the order of its layers"
     assert "No example inputs can be generated for ToyLM" in policy.notes[0]
     report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)

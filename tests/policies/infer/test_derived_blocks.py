@@ -12,7 +12,7 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import (
     VALIDATION_RANKS,
-    _choose_rank_counts_for_role,
+    _get_tp_sizes_for_role,
     derive_policy_from_forward,
 )
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
@@ -63,7 +63,7 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     described = policy()
     described.set_model(model)
     described.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
-    cut = make_sharding_plan(model, described).get_sharded_parameter_ids()
+    cut = make_sharding_plan(model, described).get_sharded_param_names_by_id()
     for end in FOUND[family][1]:
         weights = [p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(end)]
         assert all(id(p) in cut for p in weights[1:]), end  # a first stage may have fewer heads than ranks
@@ -74,14 +74,12 @@ def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
     """Interleaved heads look like CodeGen's four partitions over 2 and 4 ranks, but not over 3."""
     split = {"qkv": "qkv", "out": "out"}
     assert [
-        *_choose_rank_counts_for_role(
-            Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS
-        )
+        *_get_tp_sizes_for_role(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)
     ] == [
         *VALIDATION_RANKS,
         3,
     ]
     assert [
-        *_choose_rank_counts_for_role(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
+        *_get_tp_sizes_for_role(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
     ] == [*VALIDATION_RANKS]
-    assert [*_choose_rank_counts_for_role(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]
+    assert [*_get_tp_sizes_for_role(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]

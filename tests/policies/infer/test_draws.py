@@ -18,7 +18,7 @@ from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.random_state import get_random_states, temporarily_set_seed
+from shardformer.random_state import fork_rng_with_seed, get_rng_states
 from tests.policies.toy import ToyLM, toy_batch
 
 
@@ -52,12 +52,12 @@ def test_a_policy_is_derived_for_a_model_with_random_masks(how: str) -> None:
     ids = toy_batch(0)["ids"]
     policy = derive_policy(plain, batch={"ids": ids})
     assert "Attention" in str(policy) and "MLP" in str(policy)
-    with temporarily_set_seed(5):
+    with fork_rng_with_seed(5):
         expected = plain(ids).detach()
 
     def check(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context).eval()
-        with temporarily_set_seed(5):
+        with fork_rng_with_seed(5):
             torch.testing.assert_close(model(ids).detach(), expected)
 
     run_as_threads(check, tensor=2, in_turn=True)
@@ -74,14 +74,14 @@ def test_a_masked_autoencoder_is_sharded_with_and_without_noise_in_the_batch() -
     batches = {"drawn": {"pixel_values": images}, "given": {"pixel_values": images, "noise": torch.rand(2, 4)}}
     expected = {}
     for name, batch in batches.items():
-        with temporarily_set_seed(3):
+        with fork_rng_with_seed(3):
             expected[name] = plain(**batch).loss.item()
 
     def check(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context)
         assert sum(p.numel() for p in model.parameters()) < 0.75 * plain.num_parameters()
         for name, batch in batches.items():
-            with temporarily_set_seed(3):
+            with fork_rng_with_seed(3):
                 assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-9)
 
     run_as_threads(check, tensor=2, in_turn=True)
@@ -95,18 +95,18 @@ def test_threads_in_turn_have_separate_random_states() -> None:
             all_reduce(torch.ones(1), context.tensor)
         return numbers
 
-    with temporarily_set_seed(1):
+    with fork_rng_with_seed(1):
         expected = [f() for _ in range(3) for f in (lambda: torch.rand(()).item(), numpy.random.rand, random.random)]
-    with temporarily_set_seed(1):
+    with fork_rng_with_seed(1):
         first, second = run_as_threads(draw, tensor=2, in_turn=True)
     assert first == second == pytest.approx(expected)
 
 
 def test_deriving_a_policy_keeps_the_random_states() -> None:
     model = Masked()
-    before = get_random_states()
+    before = get_rng_states()
     reduced = reduce_model(model, {"ids": toy_batch(0)["ids"]})
-    reduced.run(reduced.model)
-    after = get_random_states()
+    reduced.forward_fn(reduced.model)
+    after = get_rng_states()
     assert torch.equal(before[0][0], after[0][0]) and before[2] == after[2]
     assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))

@@ -118,7 +118,7 @@ def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
 def policy_of(model: Seer) -> Policy:
     reduced = reduce_model(model)
     with torch.enable_grad():
-        return derive_policy_from_forward(reduced.model, reduced.run, reduced)()
+        return derive_policy_from_forward(reduced.model, reduced.forward_fn, reduced)()
 
 
 @cache
@@ -237,7 +237,7 @@ def test_an_unvalidated_policy_with_images_raises_instead_of_nan() -> None:
     plain = seer()
     reduced = reduce_model(plain)
     with torch.enable_grad():
-        policy = derive_policy_from_forward(reduced.model, reduced.run)()
+        policy = derive_policy_from_forward(reduced.model, reduced.forward_fn)()
 
     def step(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
@@ -287,13 +287,13 @@ def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() ->
         stages = get_metadata(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
-        with stages.placeholders.include_placeholders_in_parameters():
+        with stages.placeholders.include_placeholders():
             assert model.vision.dtype == torch.float32
             assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
             assert [tuple(p.shape) for p in model.vision.parameters()] == [p.shape for p in plain.vision.parameters()]
             model.to(torch.bfloat16)
         stages.placeholders.convert_dtypes(model, {})
-        with stages.placeholders.include_placeholders_in_parameters():
+        with stages.placeholders.include_placeholders():
             assert model.vision.dtype == torch.bfloat16
         assert [name for name, _ in model.named_parameters()] == seen
 

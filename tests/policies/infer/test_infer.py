@@ -17,7 +17,7 @@ from shardformer.discovery.derive_policy import (
     DerivedPolicy,
     derive_policy,
     derive_policy_from_forward,
-    format_policy_module,
+    format_policy_class_source,
 )
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
 from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
@@ -85,7 +85,7 @@ def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
 def test_derived_policies_match_registered_policies(family: str) -> None:
     model = SmallModelFactory(family)()
     assert _without_hints(describe_policy(model, derive_policy(model))) == _without_hints(
-        describe_policy(model, FAMILIES[family].load_policy_class()())
+        describe_policy(model, FAMILIES[family].import_policy_class()())
     )
 
 
@@ -143,11 +143,11 @@ def test_sequence_parallel_hints_are_inferred(
     family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
-    policy = derive_policy_from_forward(reduced.model, reduced.run)()
+    policy = derive_policy_from_forward(reduced.model, reduced.forward_fn)()
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
-    assert f'"{name}"' in format_policy_module(policy), "it is written down too"
-    reference = ReferenceGradients.from_model(reduced.model, reduced.run)
+    assert f'"{name}"' in format_policy_class_source(policy), "it is written down too"
+    reference = ReferenceGradients.from_model(reduced.model, reduced.forward_fn)
     assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
     without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
     monkeypatch.setattr(type(policy), "stack", without)
@@ -172,7 +172,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
     names: dict[str, Any] = {}
-    exec(format_policy_module(policy, "Written"), names)
+    exec(format_policy_class_source(policy, "Written"), names)
     assert describe_policy(model, names["Written"]()) == describe_policy(model, policy)
 
 
@@ -182,7 +182,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
 def test_printed_source_contains_sequence_hints(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
-    exec(format_policy_module(derive_policy(model), "Written"), names)
+    exec(format_policy_class_source(derive_policy(model), "Written"), names)
     reference = ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0]))
     assert validate_policy(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 

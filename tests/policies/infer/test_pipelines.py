@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.derive_policy import derive_policy, format_policy_module
+from shardformer.discovery.derive_policy import derive_policy, format_policy_class_source
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
@@ -109,7 +109,7 @@ def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerP
 def test_the_number_of_layer_outputs_is_inferred_and_printed(family: str, returns: int) -> None:
     policy = derive_policy(Small(family, CLASSES[family])())
     assert isinstance(policy.stack, LayerStack) and policy.stack.stages.num_outputs == returns
-    assert (f"num_outputs={returns}" in format_policy_module(policy)) == (returns > 0)
+    assert (f"num_outputs={returns}" in format_policy_class_source(policy)) == (returns > 0)
 
 
 @pytest.mark.parametrize("number", [0, 2])

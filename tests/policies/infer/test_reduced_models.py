@@ -27,7 +27,7 @@ def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
     """Return the last two path components of each linear layer that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2})))
-    sharded = make_sharding_plan(model, policy).get_sharded_parameter_ids()
+    sharded = make_sharding_plan(model, policy).get_sharded_param_names_by_id()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     replicated = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in sharded}
     return {".".join(n.split(".")[-2:]) for n in linears} - replicated
@@ -60,7 +60,7 @@ def test_reduced_models_with_special_sizes_or_inputs_run(
 
 def test_a_config_class_recomputes_derived_sizes() -> None:
     small = shrink_config(transformers.ZambaConfig(), recompute_derived=True)
-    assert small.attention_hidden_size == 2 * ODD.heads * ODD.head_dim
+    assert small.attention_hidden_size == 2 * ODD.num_heads * ODD.head_dim
     assert small.attention_head_dim == 2 * ODD.head_dim
 
 

@@ -42,10 +42,10 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
 def test_encoder_states_enter_a_block_once_with_cross_states(name: str) -> None:
     native: Any = getattr(transformers, name)
     reduced = reduce_model(build_meta_model(native.config_class(architectures=[name])))
-    policy: Any = derive_policy_from_forward(reduced.model, reduced.run)
+    policy: Any = derive_policy_from_forward(reduced.model, reduced.forward_fn)
     assert policy.no_pipeline is None and policy.stack[1].cross_states == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
-    assert validate_policy(ReferenceGradients.from_model(reduced.model, reduced.run), policy, 2) is None
+    assert validate_policy(ReferenceGradients.from_model(reduced.model, reduced.forward_fn), policy, 2) is None
 
 
 def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
@@ -71,8 +71,8 @@ def test_a_view_of_a_block_input_does_not_enter_again() -> None:
 def test_validation_uses_a_training_call() -> None:
     reduced = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
     assert reduced.model.training and "labels" in reduced.batch
-    output = reduced.run(reduced.model)
-    assert output.loss.requires_grad and torch.equal(output.loss, reduced.run(reduced.model).loss)
+    output = reduced.forward_fn(reduced.model)
+    assert output.loss.requires_grad and torch.equal(output.loss, reduced.forward_fn(reduced.model).loss)
 
 
 def test_a_random_reduced_model_is_validated_in_eval_mode() -> None:
@@ -168,13 +168,13 @@ def test_pipeline_hints_that_break_tensor_parallelism_are_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reduced = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
-    native: Any = derive_policy_from_forward(reduced.model, reduced.run)
+    native: Any = derive_policy_from_forward(reduced.model, reduced.forward_fn)
     attention, *others = native.stack.blocks
     torn = [replace(native.stack, blocks=[replace(attention, local_attrs={}), *others])]
     monkeypatch.setattr(
         "shardformer.discovery.derive_policy.find_pipeline_hints", lambda reference, policy: (torn, None)
     )
-    policy: Any = derive_policy_from_forward(reduced.model, reduced.run)
+    policy: Any = derive_policy_from_forward(reduced.model, reduced.forward_fn)
     assert policy.stack.blocks == native.stack.blocks
     assert "the sharded model does not run" in policy.no_pipeline
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.discovery.derive_policy import DerivationError
+from shardformer.discovery.derive_policy import PolicyDerivationError
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -145,7 +145,9 @@ def test_other_errors_show_an_example_policy() -> None:
         def forward(self, pixel_values: Tensor) -> Tensor:
             return pixel_values.missing  # type: ignore[attr-defined, no-any-return]
 
-    with pytest.raises(DerivationError, match=r"(?s)none could be derived.*class MyPolicy\(RolePolicy\)") as error:
+    with pytest.raises(
+        PolicyDerivationError, match=r"(?s)none could be derived.*class MyPolicy\(RolePolicy\)"
+    ) as error:
         shard(Odd())
     assert error.value.reason and f"none could be derived: {error.value.reason}" in error.value.what
 

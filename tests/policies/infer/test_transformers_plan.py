@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from shardformer.discovery import derive_policy as deriving
-from shardformer.discovery.candidate_roles import collect_transformers_tp_plan, find_role_matching_plan
+from shardformer.discovery.candidate_roles import find_role_matching_plan, merge_transformers_tp_plans
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, Experts
 
@@ -33,7 +33,7 @@ def count_validations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_plan_has_paths_in_the_full_model() -> None:
-    plan = collect_transformers_tp_plan(qwen())
+    plan = merge_transformers_tp_plans(qwen())
     assert plan["model.layers.*.mlp.down_proj"] == "rowwise"
     assert len(plan) == len(transformers.Qwen2Config.base_model_tp_plan)
 

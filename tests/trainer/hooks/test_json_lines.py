@@ -12,14 +12,14 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.experiment_trackers import JsonLines
-from shardformer.training.metrics_log import read_records
+from shardformer.training.metrics_log import read_metrics_records
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 
 def test_each_step_and_each_validation_has_a_line(tmp_path: Path) -> None:
     values = Trainer(engine_of(), [JsonLines(tmp_path)]).fit(epochs=2, validation=pairs(4))
-    records = read_records(tmp_path)
+    records = read_metrics_records(tmp_path)
     assert [(r.step, sorted(r.values)) for r in records[2:5]] == [
         (3, ["learning_rate", "loss"]),
         (3, ["validation/loss"]),
@@ -31,7 +31,7 @@ def test_each_step_and_each_validation_has_a_line(tmp_path: Path) -> None:
 
 def test_every_sets_the_steps_between_lines(tmp_path: Path) -> None:
     Trainer(engine_of(), [JsonLines(tmp_path, every=4)]).fit(steps=9)
-    assert [r.step for r in read_records(tmp_path)] == [4, 8]
+    assert [r.step for r in read_metrics_records(tmp_path)] == [4, 8]
 
 
 def test_a_resumed_run_removes_lines_of_lost_steps(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_a_resumed_run_removes_lines_of_lost_steps(tmp_path: Path) -> None:
         return [JsonLines(tmp_path / "log"), Checkpoint(tmp_path / "saved", every_steps=2, at_end=False)]
 
     Trainer(engine_of(), hooks()).fit(steps=5)
-    before = read_records(tmp_path / "log")
+    before = read_metrics_records(tmp_path / "log")
     Trainer(engine_of(), hooks()).fit(steps=7)
-    records = read_records(tmp_path / "log")
+    records = read_metrics_records(tmp_path / "log")
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6, 7]
     assert records[:4] == before[:4]
     seconds = [r.seconds for r in records]
@@ -53,7 +53,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
         Trainer(engine_of(context), [JsonLines(tmp_path)]).fit(steps=2)
 
     run_as_threads(run, data=2)
-    assert [r.step for r in read_records(tmp_path)] == [1, 2]
+    assert [r.step for r in read_metrics_records(tmp_path)] == [1, 2]
 
 
 def test_the_layout_is_written_after_each_start_and_each_change(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_layout_is_written_after_each_start_and_each_change(tmp_path: Path) 
             trainer.fit(steps=steps)
 
     run_as_threads(run, data=2)
-    layouts = {r.step: r.layout for r in read_records(tmp_path)}
+    layouts = {r.step: r.layout for r in read_metrics_records(tmp_path)}
     assert layouts == {1: "data=2", 2: "", 3: "data=2", 4: "", 5: "data=2, zero_stage=1", 6: ""}
 
 

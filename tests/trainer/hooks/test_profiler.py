@@ -10,7 +10,7 @@ import pytest
 
 from shardformer.errors import ConfigError
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.profiler import Profiler, read_memory_trace
+from shardformer.training.hooks.profiler import Profiler, read_memory_timeline
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of
 
@@ -23,7 +23,7 @@ def test_traces_tables_and_memory_plots_are_written(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "rank0/step-2.json").read_text())["traceEvents"]
     assert any("addmm" in event.get("name", "") for event in events)
     assert "addmm" in (tmp_path / "rank0/step-2.txt").read_text()
-    times, held = read_memory_trace(tmp_path / "rank0/step-2.json")
+    times, held = read_memory_timeline(tmp_path / "rank0/step-2.json")
     assert times == sorted(times)
     assert max(held) > 0
 

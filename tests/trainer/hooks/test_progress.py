@@ -10,7 +10,7 @@ import pytest
 
 from shardformer.errors import ConfigError
 from shardformer.training.hooks import progress
-from shardformer.training.hooks.progress import Progress, StatusLine, format_duration, scale_to_unit_prefix
+from shardformer.training.hooks.progress import Progress, StatusLine, format_duration, scale_to_si_prefix
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
@@ -60,7 +60,7 @@ def test_a_notebook_shows_a_progress_bar_in_one_output(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=show))
     monkeypatch.setattr(
-        progress, "create_console", lambda: SimpleNamespace(is_jupyter=True, is_terminal=False, print=print)
+        progress, "create_rich_console", lambda: SimpleNamespace(is_jupyter=True, is_terminal=False, print=print)
     )
     Trainer(engine_of(), [Progress()]).fit(steps=4)
     assert [line.split()[0] for line in shown] == ["new", *["update"] * (len(shown) - 1)]
@@ -77,18 +77,18 @@ LINE = StatusLine(
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 100, 120, 160])
 def test_the_line_fits_and_keeps_step_loss_and_remaining_time(width: int) -> None:
     for total in (LINE, StatusLine(None, LINE.required[:2], LINE.optional)):
-        text = total.to_text(width).plain
+        text = total.to_rich_text(width).plain
         assert len(text) <= max(width, len("10000/20000  loss 3.1416  10:00:13 left"))
         assert all(each in text for each in total.required)
 
 
 def test_a_wider_terminal_shows_more_values() -> None:
-    shown = {width: LINE.to_text(width).plain for width in (45, 80, 120, 160)}
+    shown = {width: LINE.to_rich_text(width).plain for width in (45, 80, 120, 160)}
     assert shown[45] == "10000/20000  loss 3.1416  10:00:13 left"
     assert shown[80] == "━━━━━───── 10000/20000  loss 3.1416  10:00:13 left  3.74k tokens/s  lr 0.000123"
     assert shown[120].endswith("lr 0.000123  468 MB  0:00:40 elapsed")
     assert shown[160].endswith("0:00:40 elapsed  epoch 1/3  5.63 GFLOP/s")
-    assert LINE.to_text(80, is_ascii=True).plain.startswith("#####----- 10000/20000")
+    assert LINE.to_rich_text(80, ascii_only=True).plain.startswith("#####----- 10000/20000")
 
 
 def test_the_remaining_time_is_that_of_recent_steps() -> None:
@@ -110,7 +110,7 @@ def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[st
 
 
 def test_numbers_have_unit_prefixes() -> None:
-    assert [" ".join(scale_to_unit_prefix(v)) for v in (0.5, 12, 999.6, 51200, 1.5e6, 2e12)] == [
+    assert [" ".join(scale_to_si_prefix(v)) for v in (0.5, 12, 999.6, 51200, 1.5e6, 2e12)] == [
         "0.5 ",
         "12 ",
         "1 k",
