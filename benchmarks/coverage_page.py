@@ -16,9 +16,10 @@ ENOUGH = 0.8
 ATTENTION, MIXED, OTHER = "attention and MLP", "attention among others", "no softmax attention"
 KINDS = {
     ATTENTION: "At least half of the layers mix tokens with softmax attention, and less than half with a convolution.",
-    MIXED: "Fewer layers use softmax attention, or at least half of the layers mix tokens with a convolution or a scan "
-    "(state spaces, linear attention, gated delta nets).",
-    OTHER: "Convolutional networks, state spaces, linear attention, Fourier transforms.",
+    MIXED: "Less than half of the layers use softmax attention, or at least half of the layers use a convolution or a "
+    "scan (state spaces, linear attention, gated delta nets).",
+    OTHER: "No layer uses softmax attention. Examples are convolutional networks, state spaces, linear attention and "
+    "Fourier transforms.",
 }
 
 
@@ -77,10 +78,12 @@ def page(
         "# Coverage",
         "",
         "This page shows which share of its weights ShardFormer shards for each model type of transformers "
-        f"{transformers.__version__} with a class for causal or masked language modeling, sequence to sequence, or "
-        "image or audio classification. `python benchmarks/coverage.py --out coverage.jsonl --table` measures it for "
-        "the default config of each type. The policy is registered, or derived and validated on a reduced model. The "
-        "share counts the linear and stacked expert weights that the forward pass uses.",
+        f"{transformers.__version__}. It contains all types with a class for causal or masked language modeling, "
+        "sequence to sequence, or image or audio classification.",
+        "",
+        "`python benchmarks/coverage.py --out coverage.jsonl --table` measures the share for the default config of "
+        "each type, with a registered or a derived policy. The share counts the weights of linear layers and experts "
+        "that the forward pass uses.",
         "",
         "| kind of model | can be built | any part sharded | at least 80 % of its linear weights |",
         "|---|---|---|---|",
@@ -90,14 +93,14 @@ def page(
         reached = sum(r.reached for r in of)
         share = f"{reached} ({reached / max(len(of), 1):.0%})"
         lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
-    lines += ["", "The kind is detected in one forward pass of the reduced model:", ""]
+    lines += ["", "The kind of a model depends on how its layers mix tokens:", ""]
     lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
     seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
     if seconds:
         lines += [
             "",
-            f"Deriving a policy took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
-            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten models, on one core.",
+            f"On one core, deriving a policy took {seconds[len(seconds) // 2]:.1f} s for the median model, and less "
+            f"than {seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten models.",
         ]
     if verdicts:
         passed = sum(v["passed"] for v in verdicts)
@@ -105,8 +108,8 @@ def page(
         number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn at random,"
         lines += [
             "",
-            f"`shardformer.verify` compared {number} sharded models on two processes over three steps, in fp64 if "
-            f"the model supports it: {passed} equal the plain model.",
+            f"`shardformer.verify` trained {number} sharded models for three steps on two processes, in fp64 if the "
+            f"model supports it. {passed} of them equal the plain model.",
             *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
         ]
     lines += in_stages(built, stages) if stages else []
@@ -119,7 +122,7 @@ def page(
         "",
         "## Models that cannot be built",
         "",
-        "transformers raises an error for the default config of these types:",
+        "transformers itself raises an error if you build a model from the default config of one of these types:",
         "",
     ]
     lines += [f"- {r.type}: {cell(r.reason)[:160]}" for r in records if r.outcome == "not built"]
@@ -135,9 +138,9 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         "",
         "## Stages of a pipeline",
         "",
-        "`python benchmarks/coverage_stages.py --out stages.jsonl` compares the reduced model of each type in two "
-        "pipeline stages with the plain model. `shardformer.verify` runs three steps of two micro-batches (one for "
-        "models with batch norms), with padding and ignored labels.",
+        "`python benchmarks/coverage_stages.py --out stages.jsonl` tests pipelines. It splits a reduced model of each "
+        "type into two stages, and compares it with the plain model. `shardformer.verify` runs three steps of two "
+        "micro-batches, with padding and ignored labels. Models with batch norms have one micro-batch.",
         "",
         "| kind of model | compared | equal |",
         "|---|---|---|",
@@ -148,7 +151,8 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         passed = sum(line["passed"] for line in of)
         lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
     rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
-    lines += ["", "| type | reason |", "|---|---|"] if rest else []
+    title = "Types that differ from the plain model in two stages, or raise an error:"
+    lines += ["", title, "", "| type | reason |", "|---|---|"] if rest else []
     why = {line["type"]: re.sub(r"^pipe=\d+ does not work with \w+: ", "", line["said"]) for line in rest}
     return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
 
@@ -164,9 +168,12 @@ def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> l
         "",
         "## Sequence parallelism and grids",
         "",
-        "`python benchmarks/coverage_layouts.py --out layouts.jsonl` compares the reduced model of each type that "
-        "tensor parallelism shards with the plain model, in each layout on two or four processes, over three steps. "
-        "Each cell contains the number of equal types, of types that raise an error, and of other types.",
+        "`python benchmarks/coverage_layouts.py --out layouts.jsonl` tests other layouts, with all types that tensor "
+        "parallelism shards. It trains a reduced model of each type for three steps on two or four processes, and "
+        "compares it with the plain model.",
+        "",
+        "Each cell contains three numbers: the types that equal the plain model, the types that raise an error, and "
+        "all other types.",
         "",
         f"| layout | {' | '.join(KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",

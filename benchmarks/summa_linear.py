@@ -1,4 +1,4 @@
-"""A linear layer on a 2D grid that multiplies in steps (SUMMA), to compare with ``shardformer.tensor_parallel.grid``.
+"""A linear layer on a 2D grid that multiplies in steps (SUMMA), to compare with ShardFormer's 2D layers.
 
 It computes Y = X W^T with W of shape (out, in). Samples of X and Y are sharded over rows, and their features over
 columns. W is sharded by output features over columns and by input features over rows.
@@ -16,14 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import copy_to_tp_region, gather_from_sp_region, once_differentiable
-from shardformer.comm.collectives import PendingCollective
+from shardformer.comm.collectives import (
+    PendingCollective,
+    copy_to_tp_region,
+    gather_from_sp_region,
+    once_differentiable,
+)
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid.layers import GridModule, get_hidden_splits
+from shardformer.tensor_parallel.grid_layers import GridModule, get_hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_plain_class
 
 # b samples of this rank, S sequence; h, f: this rank's shard of the in and out features

@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from shardformer.errors import WorkerError as WorkerError
     from shardformer.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardformer.gradients.reducer import no_sync as no_sync
-    from shardformer.local_ranks.notebook import notebook_launcher as notebook_launcher
+    from shardformer.local_ranks.worker_pool import notebook_launcher as notebook_launcher
     from shardformer.mesh.init_distributed import launch_from_torch as launch_from_torch
     from shardformer.mesh.parallel_context import ParallelContext as ParallelContext
     from shardformer.offload.host import OffloadConfig as OffloadConfig
     from shardformer.pipeline.pipeline import Pipeline as Pipeline
-    from shardformer.policies.registry import register_policy as register_policy
+    from shardformer.policies.policy import register_policy as register_policy
     from shardformer.shard_model_api import measure_pipeline_costs as measure_pipeline_costs
     from shardformer.shard_model_api import shard_model as shard_model
     from shardformer.sharding.describe import describe_sharding as describe_sharding

@@ -97,7 +97,7 @@ class ShardConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+        from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE
 
         self._check_types()
         if self.enable_all_optimization:
@@ -347,7 +347,7 @@ class ParallelConfig:
         from shardformer.mesh.tensor_grid import compute_grid_shape
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
-        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+        from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE
         from shardformer.zero.config import ZERO_STAGES, ZeroOptions
         from shardformer.zero.mixed_precision import MixedPrecision
 

@@ -30,8 +30,7 @@ from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
-from shardformer.policies.policy import EmptyPolicy, Policy
-from shardformer.policies.registry import find_registered_policy, has_user_policy
+from shardformer.policies.policy import EmptyPolicy, Policy, find_registered_policy, has_user_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.random_state import fork_random_state

@@ -69,17 +69,17 @@ ROWS = (
     Row("EVA-02 of timm", ("timm:Eva",)),
 )
 COLUMNS: Mapping[str, str] = {
-    "tensor parallel": "`shard_model(model)` over two ranks or more",
-    "tensor grids": "`launch_from_torch(tensor=(2, 2))` and `tensor_parallel_mode`, 2D, 2.5D and 3D",
-    "context parallel": "`launch_from_torch(sequence=2)`, long sequences over ranks",
-    "pipeline parallel": "`launch_from_torch(pipe=2)` and `shardformer.Pipeline`, layers on different ranks",
-    "lazy initialization": "no rank ever holds the whole model",
-    "memory-efficient attention": "`enable_flash_attention`, torch's memory-efficient kernel",
-    "flash attention": "`enable_flash_attention`, torch's flash kernel or the flash-attn package",
+    "tensor parallel": "`shard_model(model)` on two or more ranks",
+    "tensor grids": "`launch_from_torch(tensor=(2, 2))`, and `tensor_parallel_mode` for 2D, 2.5D or 3D",
+    "context parallel": "`launch_from_torch(sequence=2)`, which splits long sequences over the ranks",
+    "pipeline parallel": "`launch_from_torch(pipe=2)` and `shardformer.Pipeline`, with layers on different ranks",
+    "lazy initialization": "`LazyInit` or `shardformer.from_pretrained`, so that no rank stores the full model",
+    "memory-efficient attention": "`enable_flash_attention`, with torch's memory-efficient kernel",
+    "flash attention": "`enable_flash_attention`, with torch's flash kernel or the flash-attn package",
     "JIT-fused operators": "`enable_jit_fused`",
     "fused norm": "`enable_fused_normalization`",
     "sequence parallel": "`enable_sequence_parallelism`",
-    "overlap": "`enable_sequence_overlap`, with sequence parallelism",
+    "overlap": "`enable_sequence_overlap`, together with sequence parallelism",
 }
 """Each feature, and the option that enables it."""
 
@@ -186,18 +186,20 @@ def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before:
 
 INTRO = f"""# Families and features
 
-This page shows which features each model family supports. Every cell links to a test that compares small random models
-with the plain models. `make features` runs these tests and writes this page. `make test` fails if the page is not up to
-date.
+This page shows which features each model family supports. Every word in the table is the result of a test of small
+random models, and links to this test. The words mean:
 
-- **yes**: all tests of the cell pass. A footnote has more information.
-- **part**: the feature works with restrictions, which the footnote describes.
-- **refused**: an error is raised before the model changes. The footnote has the reason.
-- **{EMPTY}**: not tested. Use `shardformer verify` to find out.
-- **{NOT_RUN}**: not tested on the machine that wrote the page.
-- **{NOT_YET}**: not supported in any family.
+- **yes**: the feature works, and all tests pass. If there is a footnote, it has more information.
+- **part**: the feature works with restrictions. The footnote describes them.
+- **refused**: the feature is not supported for this family. If you enable it, an error is raised before the model
+  changes. The footnote has the reason.
+- **{EMPTY}**: not tested. To find out whether the feature works, run `shardformer verify`.
+- **{NOT_RUN}**: not tested on the machine that wrote this page.
+- **{NOT_YET}**: not supported for any family.
 
-Other families may work as well: see [add a model family](add-a-model.md).
+If your family is not in the table, it may still work. To try it, see [add a model family](add-a-model.md).
+
+For contributors: `make features` runs the tests and writes this page. `make test` fails if the page is not up to date.
 """
 
 

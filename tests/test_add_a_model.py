@@ -107,4 +107,4 @@ def test_the_edited_lines_exist_in_the_template() -> None:
     for name, words in re.findall(r"^\| `(\w+/\w+\.py)` \| (.*) \|$", PAGE, re.MULTILINE):
         text = (ROOT / "shardformer" / name).read_text(encoding="utf-8")
         assert all(re.search(rf"^{word}\b", text, re.MULTILINE) for word in re.findall(r"`([A-Z_]+)`", words))
-    assert 'PolicyLocation("' in (ROOT / "shardformer" / "policies" / "registry.py").read_text(encoding="utf-8")
+    assert 'PolicyLocation("' in (ROOT / "shardformer" / "policies" / "policy.py").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardformer.comm.autograd_collectives import copy_to_tp_region
+from shardformer.comm.collectives import copy_to_tp_region
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec, Split

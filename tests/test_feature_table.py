@@ -143,7 +143,7 @@ def test_a_full_run_fails_if_the_page_is_outdated(project: Project) -> None:
     project.page.write_text(project.page.read_text().replace("[refused]", "[yes]", 1))
     project.fails(saying=("sequence parallel of Swin is 'yes' there and 'refused' now",))
     project.run("--write-features")
-    project.page.write_text(project.page.read_text().replace("small random models", "large models"))
+    project.page.write_text(project.page.read_text().replace("random models", "large models"))
     project.fails(saying=("rows, links or words around the table have changed",))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adagrad
 
 from shardformer.torch_compat import get_initial_optimizer_state, view_as_bytes
-from shardformer.zero.elementwise_trial import compute_state_after_step, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.optimizers import compute_state_after_step, estimate_state_bytes, needs_full_matrices
 
 own_init_group: Any = Adagrad._init_group
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.chunks import ChunkBounds, intersect_chunks
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import create_new_file, write_all_bytes, write_new_file
+from shardformer.filesystem import create_new_file, write_all_bytes, write_new_file
 from shardformer.layout.shard_spec import Offsets
 from shardformer.random_state import SPLITMIX64
 from shardformer.torch_compat import view_as_bytes

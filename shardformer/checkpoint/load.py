@@ -41,7 +41,7 @@ from shardformer.checkpoint.training_state import (
 from shardformer.comm.collective_call import run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, suggest_similar_names
-from shardformer.filesystem.atomic_write import to_absolute_path
+from shardformer.filesystem import to_absolute_path
 from shardformer.mesh.parallel_context import Axis
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.zero.flat_shards import FlatShard, ParamSlice

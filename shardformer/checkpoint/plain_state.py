@@ -31,8 +31,7 @@ from shardformer.checkpoint.training_state import (
 from shardformer.comm.collective_call import run_on_all_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import remove_file_or_folder
-from shardformer.filesystem.lock import release_folder_lock
+from shardformer.filesystem import release_folder_lock, remove_file_or_folder
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 Groups = list[list[str]]

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardformer.cli._help import Groups, format_option_row, group_options, print_help
-from shardformer.cli._options import ARGUMENTS
+from shardformer.cli._options import ARGUMENTS, Groups, format_option_row, group_options, print_help
 from shardformer.errors import ConfigError, ShardFormerError, format_exception, is_traceback_enabled
 
 COMMAND_GROUPS = {

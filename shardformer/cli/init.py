@@ -83,7 +83,7 @@ def _print_templates(templates: dict[str, str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(about, indent=2))
         return
-    from shardformer.cli._help import print_help
+    from shardformer.cli._options import print_help
 
     text = "Templates for run configurations. The command writes TEMPLATE.toml into the current folder."
     print_help("shardformer init TEMPLATE", text, [("Templates", list(about.items()))])

@@ -18,8 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from shardformer import launcher
-from shardformer.cli._help import OTHER, print_help
-from shardformer.cli._options import ARGUMENTS, check_num_processes
+from shardformer.cli._options import ARGUMENTS, OTHER, check_num_processes, print_help
 from shardformer.errors import ConfigError, LaunchError, get_first_message_line, suggest_similar_names
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts

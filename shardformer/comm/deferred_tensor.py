@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import once_differentiable
+from shardformer.comm.collectives import once_differentiable
 from shardformer.comm.sharded_tensor import (
     METADATA,
     Args,

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import once_differentiable
-from shardformer.comm.collectives import all_gather
+from shardformer.comm.collectives import all_gather, once_differentiable
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.context_parallel import attention_kernels as kernels
 from shardformer.context_parallel.attention_kernels import AttentionScoreOptions, RelativePositionBias

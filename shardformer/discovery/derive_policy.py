@@ -37,7 +37,7 @@ from shardformer.discovery.shrink_config import LayerKind, build_meta_model, get
 from shardformer.discovery.validation import get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, suggest_similar_names
 from shardformer.module_paths import is_linear
-from shardformer.policies.registry import FAMILIES, get_model_family
+from shardformer.policies.policy import FAMILIES, get_model_family
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded

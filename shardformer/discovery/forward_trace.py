@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
-from shardformer.layout.tied_tensors import max_abs_difference
+from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.module_paths import is_linear, match_paths
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves

@@ -24,7 +24,7 @@ from shardformer.discovery.example_inputs import Forward, UnknownInputsError, it
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
 from shardformer.errors import PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
-from shardformer.meta_init.materialization import copy_and_materialize, has_deferred_weights
+from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
 from shardformer.sharding.checks import runs_library_code
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 

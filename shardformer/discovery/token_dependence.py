@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
 from shardformer.errors import ConfigError, get_first_message_line
-from shardformer.meta_init.materialization import copy_and_materialize, has_deferred_weights
+from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
 
 # B batch, S sequence, V vocabulary
 

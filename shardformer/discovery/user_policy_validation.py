@@ -25,7 +25,7 @@ from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_wit
 from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
 from shardformer.discovery.validation import TrainingMismatchError, get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
-from shardformer.layout.tied_tensors import max_abs_difference
+from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_attribute_by_path, join_path, match_paths

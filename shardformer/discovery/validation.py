@@ -29,8 +29,7 @@ from shardformer.discovery.reduced_model import (
 )
 from shardformer.errors import PolicyError, ShardFormerError, get_first_message_line
 from shardformer.kernels.attention_registration import find_attention_classes
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
-from shardformer.layout.tied_tensors import max_abs_difference
+from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs, max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid

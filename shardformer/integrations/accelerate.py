@@ -39,7 +39,7 @@ from shardformer.comm.collectives import all_gather, all_gather_objects, all_red
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_choice, check_minimum_library_version
-from shardformer.filesystem.lock import release_folder_lock
+from shardformer.filesystem import release_folder_lock
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_metadata

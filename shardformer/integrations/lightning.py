@@ -32,7 +32,7 @@ from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_minimum_library_version
-from shardformer.filesystem.lock import release_folder_lock
+from shardformer.filesystem import release_folder_lock
 from shardformer.gradient_accumulation.label_tracing import LabelTransform
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.gradients.reducer import no_sync

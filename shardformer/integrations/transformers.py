@@ -44,7 +44,7 @@ from shardformer.training.data_loader import make_example_arguments
 from shardformer.training.initialize import make_engine_without_data, make_parallel_context, make_pipeline
 from shardformer.transformers_compat import is_kv_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.elementwise_trial import needs_full_matrices
+from shardformer.zero.optimizers import needs_full_matrices
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 

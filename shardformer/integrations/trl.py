@@ -34,7 +34,7 @@ from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
-from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_token_statistics
+from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_token_statistics
 from shardformer.training.initialize import initialize
 
 check_minimum_library_version("trl", trl.__version__)

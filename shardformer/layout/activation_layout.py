@@ -171,7 +171,7 @@ GRID_LAYOUTS = {
 }
 """``tensor_parallel_mode`` -> activation layout between blocks (Xu et al. 2021, Wang et al. 2021, Bian et al. 2021).
 
-See ``shardformer/tensor_parallel/grid/layers.py``."""
+See ``shardformer/tensor_parallel/grid_layers.py``."""
 
 CONTEXT_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG, ShardedFrom.INPUTS),))
 """Each rank of the sequence axis has two chunks of positions (Liu et al. 2023, Jacobs et al. 2023)."""

@@ -8,6 +8,6 @@ from shardformer.public_names import make_lazy_imports
 
 if TYPE_CHECKING:
     from shardformer.meta_init.lazy_init import LazyInit as LazyInit
-    from shardformer.meta_init.materialization import materialize as materialize
+    from shardformer.meta_init.lazy_init import materialize as materialize
 
 __getattr__, __all__ = make_lazy_imports(__name__)

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import replace_file_atomically
+from shardformer.filesystem import replace_file_atomically
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble_fraction
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from shardformer.pipeline.partition import (
 from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule, get_default_num_chunks
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE
 
 RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_layers": "recompute_layers"}
 

@@ -1,22 +1,28 @@
-"""The base class of policies, which describe how a model is sharded.
+"""The base class of policies, which describe how a model is sharded, and the registry of model families.
 
 A policy has one of three forms, each converted to the next:
 
 - roles (``shardformer.policies.role_policy.RolePolicy``): a table of attention modules, MLPs and embeddings;
 - the legacy form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
 - ``module_policy``: changes of attributes, parameters and submodules, for each kind of module.
+
+A family is named after the ``model_type`` of its transformers config. timm models have no config, so their family is
+``timm:`` plus the class name. The module of a policy is imported on first use.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from shardformer.config import ShardConfig
+from shardformer.errors import PolicyError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.legacy import LegacyPolicy, convert_legacy_policy
@@ -122,3 +128,101 @@ class EmptyPolicy(Policy):
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         return {}
+
+
+@dataclass(frozen=True)
+class PolicyLocation:
+    """The module and class name of a policy that is imported on first use.
+
+    Args:
+        file_name: a module of ``shardformer.policies``, or the full name of a module.
+        class_name: name of the policy class in the module.
+    """
+
+    file_name: str
+    class_name: str
+
+    def load_policy_class(self) -> type[Policy]:
+        name = self.file_name if "." in self.file_name else f"shardformer.policies.{self.file_name}"
+        policy: type[Policy] = getattr(import_module(name), self.class_name)
+        return policy
+
+
+FAMILIES = MappingProxyType(
+    {
+        "albert": PolicyLocation("families", "AlbertPolicy"),
+        "beit": PolicyLocation("families", "BeitPolicy"),
+        "bert": PolicyLocation("families", "BertPolicy"),
+        "blip-2": PolicyLocation("families", "Blip2Policy"),
+        "blip_2_qformer": PolicyLocation("families", "Blip2QFormerPolicy"),
+        "blip_2_vision_model": PolicyLocation("families", "Blip2VisionPolicy"),
+        "bloom": PolicyLocation("families", "BloomPolicy"),
+        "chatglm": PolicyLocation("families", "ChatGLMPolicy"),
+        "ernie": PolicyLocation("families", "BertPolicy"),
+        "falcon": PolicyLocation("families", "FalconPolicy"),
+        "gpt2": PolicyLocation("families", "GPT2Policy"),
+        "gpt_neo": PolicyLocation("families", "GPTNeoPolicy"),
+        "gptj": PolicyLocation("families", "GPTJPolicy"),
+        "llama": PolicyLocation("families", "LlamaPolicy"),
+        "mistral": PolicyLocation("families", "LlamaPolicy"),
+        "opt": PolicyLocation("families", "OPTPolicy"),
+        "qwen2": PolicyLocation("families", "LlamaPolicy"),
+        "qwen3": PolicyLocation("families", "LlamaPolicy"),
+        "roberta": PolicyLocation("families", "BertPolicy"),
+        "sam": PolicyLocation("families", "SamPolicy"),
+        "sam_vision_model": PolicyLocation("families", "SamVisionPolicy"),
+        "swin": PolicyLocation("families", "SwinPolicy"),
+        "swinv2": PolicyLocation("families", "Swinv2Policy"),
+        "t5": PolicyLocation("families", "T5Policy"),
+        "timm:Beit": PolicyLocation("timm_families", "TimmBeitPolicy"),
+        "timm:Eva": PolicyLocation("timm_families", "TimmEvaPolicy"),
+        "timm:SwinTransformer": PolicyLocation("timm_families", "TimmSwinPolicy"),
+        "timm:SwinTransformerV2": PolicyLocation("timm_families", "TimmSwinV2Policy"),
+        "timm:VisionTransformer": PolicyLocation("timm_families", "TimmViTPolicy"),
+        "vit": PolicyLocation("families", "ViTPolicy"),
+        "whisper": PolicyLocation("families", "WhisperPolicy"),
+    }
+)
+
+_REGISTERED: dict[str, type[Policy]] = {}
+
+
+def register_policy(model_type: str, policy: type[Policy]) -> None:
+    """Register a policy for a model family in this process. It replaces a built-in policy of the same family.
+
+    Args:
+        model_type: ``model_type`` of the transformers config, or ``timm:`` plus the class name for a timm model.
+        policy: a subclass of Policy.
+
+    Raises:
+        PolicyError: if ``policy`` is not a subclass of Policy.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise PolicyError(
+            f"The policy for {model_type!r} must be a subclass of shardformer.policies.Policy, but got {policy!r:.80}.",
+            remedy="Pass the policy class, not an instance.",
+        )
+    _REGISTERED[model_type] = policy
+
+
+def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
+    """Find the policy that is registered for the model's family, and describe where it comes from."""
+    family = get_model_family(model)
+    if not isinstance(family, str):
+        return None
+    if family in _REGISTERED:
+        return _REGISTERED[family](), f"the policy registered by the user for {family!r}"
+    return (FAMILIES[family].load_policy_class()(), f"the registered family {family!r}") if family in FAMILIES else None
+
+
+def has_user_policy(model: nn.Module) -> bool:
+    """Return whether the user registered a policy for the model's family."""
+    return get_model_family(model) in _REGISTERED
+
+
+def get_model_family(model: nn.Module) -> Any:
+    """Return the name of the model's family, such as ``llama`` or ``timm:VisionTransformer``."""
+    classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
+    known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)
+    named = getattr(getattr(model, "config", None), "model_type", None)
+    return known or named or next(iter(classes), None)

@@ -23,8 +23,8 @@ from shardformer.policies.convert_roles import (
     LayerReplacement,
     LayerRoleConverter,
     check_output_layers_exist,
+    describe_experts,
 )
-from shardformer.policies.experts import describe_experts
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
@@ -33,10 +33,9 @@ from shardformer.policies.module_descriptions import (
     get_cached_type_hints,
     merge_descriptions,
 )
-from shardformer.policies.policy import Policy
-from shardformer.policies.registry import find_registered_policy
+from shardformer.policies.policy import Policy, find_registered_policy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ParallelLayerClasses
+from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE, ParallelLayerClasses
 
 BETWEEN_LAYERS = "the model reads the hidden states between its layers, where each rank has only a shard"
 BETWEEN_STAGES = "the model reads the hidden states between its layers, but a stage has only those of its own layers"
@@ -47,7 +46,7 @@ LARGE_SHARE = 0.1
 class RolePolicy(Policy):
     """A policy that lists the paths of a model's attention modules, MLPs, embeddings and heads.
 
-    See ``shardformer/policies/models`` for examples.
+    See ``shardformer/policies/families.py`` for examples.
 
     Class attributes:
         stack: the model's stack or stacks of layers.

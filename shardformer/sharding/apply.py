@@ -26,12 +26,16 @@ from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.kernels.fused_ops import defer_bias, make_fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.packed_weights import hide_packed_weights
-from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, named_sharded_parameters
-from shardformer.layout.tied_tensors import group_overlapping_tensors
+from shardformer.layout.sharding_metadata import (
+    ShardingMetadata,
+    ShardingRequest,
+    group_overlapping_tensors,
+    named_sharded_parameters,
+)
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, summarize_grid
-from shardformer.meta_init.materialization import (
+from shardformer.meta_init.lazy_init import (
     has_deferred_weights,
     list_lazy_init_notes,
     materialize_parameters,
@@ -58,7 +62,7 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hoo
 from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
 from shardformer.torch_compat import get_wrapped_module_attribute_name, has_meta_tensors, is_compiled_wrapper
 from shardformer.torch_patches import install_patches
-from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
+from shardformer.zero.shard_optimizer import TRAINING_PATCHES
 
 
 @dataclass

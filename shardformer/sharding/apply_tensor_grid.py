@@ -24,8 +24,8 @@ from shardformer.module_paths import find_submodule, has_transposed_weight, join
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import register_argument_hook
-from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
-from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
+from shardformer.tensor_parallel.grid_activations import GridActivationSharding
+from shardformer.tensor_parallel.grid_layers import GridModule, GridNorm
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor
 from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path

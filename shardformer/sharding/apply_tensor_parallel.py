@@ -37,13 +37,13 @@ from shardformer.tensor_parallel.block import (
     select_local_heads,
     wrap_as_tensor_parallel_block,
 )
-from shardformer.tensor_parallel.grid.layers import (
+from shardformer.tensor_parallel.grid_activations import GridActivationSharding
+from shardformer.tensor_parallel.grid_layers import (
     LAYERS_BY_MODE,
     GridModule,
     GridTensorParallelBlock,
     ParallelLayerClasses,
 )
-from shardformer.tensor_parallel.grid.padded_activations import GridActivationSharding
 from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedLinear

@@ -28,13 +28,14 @@ from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     PARENT_METADATA_ATTRIBUTE,
+    OverlapGroup,
+    find_parameter_view,
     named_sharded_parameters,
 )
-from shardformer.layout.tied_tensors import OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.meta_init.materialization import check_init_recipes, record_changes_if_lazy
+from shardformer.meta_init.lazy_init import check_init_recipes, record_changes_if_lazy
 from shardformer.module_paths import LIBRARIES, find_model_configs
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.policies import legacy

@@ -23,8 +23,11 @@ from torch import nn
 
 from shardformer import torch_compat
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
-from shardformer.context_parallel.attention import has_patched_relative_bias
-from shardformer.context_parallel.graph_attention import wrap_attention_modules, wrap_mask_in_tensor
+from shardformer.context_parallel.attention import (
+    has_patched_relative_bias,
+    wrap_attention_modules,
+    wrap_mask_in_tensor,
+)
 from shardformer.context_parallel.model_hooks import FullSequenceHook
 from shardformer.context_parallel.sequence_layout import ContextParallelState
 from shardformer.errors import ConfigError, check_choice, check_names

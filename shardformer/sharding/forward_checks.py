@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
-from shardformer.comm.collectives import all_gather_objects
+from shardformer.comm.collectives import all_gather_objects, copy_to_tp_region, once_differentiable
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.consistency.ddp_and_fsdp_guards import check_not_in_ddp, install_wrapper_guards
 from shardformer.consistency.rank_divergence import check_same_batch, sync_random_state_and_check_ranks

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
+from shardformer.comm.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError, PolicyError

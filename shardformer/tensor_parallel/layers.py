@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import (
+from shardformer.comm.collectives import (
     copy_to_tp_region,
     gather_from_region,
     reduce_from_tp_region,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import SHARD_OF
+from shardformer.comm.collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.shard_export_guard import mark_state_dict_shards

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import (
+from shardformer.comm.collectives import (
+    all_gather,
+    broadcast,
     gather_from_region,
     gather_from_sp_region,
     get_local_slices,
     reduce_scatter_to_sp_region,
     scatter_to_region,
+    start_all_reduce,
 )
-from shardformer.comm.collectives import all_gather, broadcast, start_all_reduce
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks

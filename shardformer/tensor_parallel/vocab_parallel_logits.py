@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardformer.comm import sharded_tensor as rules
-from shardformer.comm.autograd_collectives import gather_from_region
+from shardformer.comm.collectives import gather_from_region
 from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis

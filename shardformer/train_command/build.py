@@ -32,9 +32,8 @@ from shardformer.errors import (
     import_optional_module,
     suggest_similar_names,
 )
-from shardformer.filesystem.atomic_write import to_absolute_path
-from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.meta_init.materialization import has_deferred_weights
+from shardformer.filesystem import to_absolute_path
+from shardformer.meta_init.lazy_init import LazyInit, has_deferred_weights
 from shardformer.torch_compat import FakeTensor
 from shardformer.torch_patches import Patch, replace_attribute, temporary_patch
 from shardformer.train_command.config_schema import (

@@ -21,7 +21,9 @@ from shardformer.train_command.conversations import (
 from shardformer.train_command.datasets import (
     ImageDataset,
     ImageTransform,
+    LengthGroupedSampler,
     MixedDataset,
+    PackedDataset,
     PaddingCollator,
     StreamedDataset,
     TextDataset,
@@ -34,7 +36,6 @@ from shardformer.train_command.datasets import (
     stream_token_blocks,
     tokenize_and_concatenate,
 )
-from shardformer.train_command.packing import LengthGroupedSampler, PackedDataset
 from shardformer.train_command.preference import (
     PreferenceCollator,
     PreferenceDataset,

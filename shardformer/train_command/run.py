@@ -1,24 +1,29 @@
-"""Runs the training that a run configuration describes, in each worker process."""
+"""Runs the training that a run configuration describes, and checks that the run can be resumed with its settings."""
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
-from shardformer.discovery.token_dependence import check_packing_is_supported
+from shardformer.discovery.token_dependence import check_packing_is_supported, measure_label_dependence
 from shardformer.errors import ConfigError, ShardFormerError, get_first_message_line
+from shardformer.filesystem import make_folder, remove_stale_temporary_files, replace_text_atomically
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.build import (
     build_hooks,
     build_model,
@@ -26,17 +31,207 @@ from shardformer.train_command.build import (
     build_scheduler_factory,
     count_training_steps,
     freeze_and_add_lora,
+    make_lr_lambda,
 )
-from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.config_schema import ScheduleOptions, TrainConfig, format_toml
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.preference import PreferenceCollator, compute_reference_logps
-from shardformer.train_command.run_checks import Resume, check_attention_fits_task
+from shardformer.train_command.read_rows import compute_file_checksums
 from shardformer.train_command.summary import EXPORT_FOLDER, RunSummary, RunSummaryPrinter, print_run_footer
 from shardformer.training.engine import Engine
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.initialize import get_num_processes, initialize, make_parallel_context
 from shardformer.training.trainer import Trainer
 from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable, export_pretrained
+
+CONFIG_FILE = "resolved_config.toml"
+MODEL_KEY, TEMPLATE_KEY = "model_config", "chat_template"
+"""Keys in the state of ``Resume``. They make it possible to load the model from a checkpoint alone."""
+FIXED = ("model", "optimizer", "seed")
+"""Keys and tables that must not change when a run resumes, because the checkpoint depends on them."""
+MAX_COMPARED_STEPS = 10_000
+"""Maximum number of steps whose learning rates are compared."""
+
+
+class Resume(Hook):
+    """A hook that stores the run configuration in each checkpoint, and checks for changes when the run resumes.
+
+    The configuration with all defaults is also written to ``folder/resolved_config.toml``. This hook must come after
+    the hook that loads the checkpoint. Communicates nothing.
+
+    Raises:
+        ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
+    """
+
+    def __init__(self, config: TrainConfig, num_steps: int, chat_template: str | None = None) -> None:
+        self._config, self._num_steps, self._chat_template = config, num_steps, chat_template
+        self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
+        self._before: dict[str, Any] | None = None
+        self._checksums = compute_file_checksums(config.data)
+        self._model_config = ""
+
+    def state(self) -> Any:
+        return {
+            "config": json.dumps(self._values), "num_steps": self._num_steps, MODEL_KEY: self._model_config,
+            TEMPLATE_KEY: self._chat_template, "data_checksums": self._checksums,
+        }  # fmt: skip
+
+    def load_state(self, state: Any) -> None:
+        self._before = {**state, "config": json.loads(state["config"])}
+
+    def setup(self, trainer: TrainerProtocol) -> None:
+        model_config: Any = trainer.engine.model.config
+        self._model_config = model_config.to_json_string()
+        if self._before is None:
+            if trainer.is_first and trainer.step == 0 and (self._config.output_folder / CONFIG_FILE).exists():
+                print(
+                    f"New run: {self._config.output_folder} has files of an earlier run, but no checkpoint.", flush=True
+                )
+            return
+        before, old_steps = self._before["config"], self._before["num_steps"]
+        changes = dict(_iter_changed_keys(before, self._values))
+        for key, (was, now) in changes.items():
+            if key.partition(".")[0] in FIXED:
+                keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
+                initial, current = _format_value(was), _format_value(now)
+                raise ConfigError(
+                    f"{key} is {current}, but was {initial} when the run in {self._config.folder!r} started.",
+                    remedy=f"{keep} to resume this run, or set another folder to start a new run.",
+                )
+        self._check_classes_unchanged(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
+        checksums = self._before.get("data_checksums") or {}
+        changed = [name for name, each in self._checksums.items() if checksums.get(name, each) != each]
+        if changed and trainer.is_first:
+            print(
+                f"Changed since the checkpoint: {', '.join(changed)}. The run continues at the same position.",
+                flush=True,
+            )
+        old, new = (
+            _make_lr_lambda(before["schedule"], old_steps),
+            _make_lr_lambda(self._values["schedule"], self._num_steps),
+        )
+        last = max(self._num_steps, old_steps)
+        steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
+        step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
+        rates = "unchanged"
+        if step is not None:
+            lr = self._config.optimizer.lr
+            old_rate, new_rate = f"{lr * old(step):.3g}", f"{lr * new(step):.3g}"
+            rates = f"changes from step {step + 1}, which uses {new_rate} (before: {old_rate})"
+            if before["schedule"] == self._values["schedule"]:
+                raise ConfigError(
+                    f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
+                    f"learning rate of step {step + 1} from {old_rate} to {new_rate}.",
+                    remedy=f"Set schedule.steps = {old_steps} to keep the old schedule, or "
+                    f"schedule.steps = {self._num_steps} to use the new schedule.",
+                )
+            _set_learning_rates(trainer, new)
+        if trainer.is_first and changes:
+            print("Resumed with changed settings:", *format_changes(changes), sep="\n", flush=True)
+            if any(key.startswith(("schedule.", "training.steps", "training.epochs", "data.")) for key in changes):
+                print(f"Learning rate: {rates}.", flush=True)
+
+    @staticmethod
+    def _check_classes_unchanged(old_model_config: Mapping[str, Any], new_model_config: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the classes of the data have changed since the checkpoint was saved."""
+        old, new = old_model_config.get("id2label"), new_model_config.get("id2label")
+        if old_model_config and old != new:
+            now, was = (", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old))
+            raise ConfigError(
+                f"The classes of the data are {now:.100}, but were {was:.100} when the run started.",
+                remedy="Use data with the same classes, or set another folder to start a new run.",
+            )
+
+    def before_train(self, trainer: TrainerProtocol) -> None:
+        if trainer.is_first:
+            folder = self._config.output_folder
+            make_folder(folder)
+            remove_stale_temporary_files(folder, CONFIG_FILE)
+            replace_text_atomically(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
+
+
+def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Format changed settings as a table that shows the old and the new value of each option."""
+    rows = [("option", "before", "now")]
+    rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
+
+
+def _iter_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each configuration key whose value changed, with its old and its new value."""
+    for name in dict.fromkeys((*old, *new)):
+        before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from _iter_changed_keys(before, now, f"{key}.")
+        elif before != now:
+            yield key, (before, now)
+
+
+def _make_lr_lambda(schedule_options: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    return make_lr_lambda(
+        ScheduleOptions.model_validate({n: v for n, v in schedule_options.items() if v is not None}), num_steps
+    )
+
+
+def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
+    """Replace the learning rates from the checkpoint by the learning rates of the new schedule."""
+    for scheduler in trainer.engine.schedulers:
+        assert isinstance(scheduler, LambdaLR)
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = rate * lr_factor(scheduler.last_epoch)
+
+
+def _format_value(value: Any) -> str:
+    return "not set" if value is None else f"{json.dumps(value):.60}"
+
+
+DECODER = "is_decoder"
+"""Config field that turns a transformers encoder into a decoder."""
+
+
+def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
+    """Raise ConfigError if a language model is not suitable for its task because it attends to the wrong tokens.
+
+    A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that
+    require other inputs than tokens are not checked. Communicates nothing, and keeps the random state.
+    """
+    task = config.model.task
+    if task not in ("causal", "masked"):
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dependence = measure_label_dependence(model)
+        if dependence is None:
+            return
+        name = type(model).__name__
+        if task == "causal" and dependence.on_label:
+            alternative = _suggest_causal_model(model)
+            raise ConfigError(
+                f"model.task = 'causal' does not support {name}, because it reads the tokens that it must predict.",
+                remedy=f"Set model.task = 'masked', or {alternative}.",
+            )
+        if task == "masked" and not (dependence.on_later and dependence.in_place):
+            problem = "ignores later tokens" if not dependence.on_later else "predicts the next token"
+            raise ConfigError(
+                f"model.task = 'masked' does not support {name}, because it {problem}.",
+                remedy="Set model.task = 'causal', or use a masked language model.",
+            )
+
+
+def _suggest_causal_model(model: Any) -> str:
+    """Suggest ``is_decoder = true`` if it makes the attention causal, and otherwise suggest another model."""
+    if getattr(model.config, DECODER, True):
+        return "use a model that predicts the next token"
+    config = copy.deepcopy(model.config)
+    setattr(config, DECODER, True)
+    with LazyInit():
+        decoder = type(model)(config)
+    dependence = measure_label_dependence(decoder)
+    if dependence is None or dependence.on_label:
+        return "use a model that predicts the next token"
+    return f"set model.config.{DECODER} = true for causal attention"
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:

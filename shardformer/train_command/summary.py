@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardformer.checkpoint.directory import get_step_folder
-from shardformer.checkpoint.retention import list_checkpoints_with_save_times
+from shardformer.checkpoint.directory import get_step_folder, list_checkpoints_with_save_times
 from shardformer.config import ParallelConfig
-from shardformer.meta_init.materialization import NOTES
+from shardformer.meta_init.lazy_init import NOTES
 from shardformer.train_command.build import (
     count_steps_per_epoch,
     count_training_steps,

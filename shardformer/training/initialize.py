@@ -33,7 +33,7 @@ from shardformer.mesh.parallel_context import (
     reshape_tensor_axis,
 )
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.meta_init.materialization import copy_to_meta, record_changes_if_lazy
+from shardformer.meta_init.lazy_init import copy_to_meta, record_changes_if_lazy
 from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.contrastive_losses import warn_about_batch_norm_statistics
 from shardformer.pipeline.pipeline import (

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.errors import ConfigError, InputError, suggest_similar_names
-from shardformer.filesystem.atomic_write import (
+from shardformer.filesystem import (
+    acquire_folder_lock,
     create_new_file,
+    release_folder_lock,
     remove_stale_temporary_files,
     replace_text_atomically,
     to_absolute_path,
     write_all_bytes,
 )
-from shardformer.filesystem.lock import acquire_folder_lock, release_folder_lock
 
 FILE = "records.jsonl"
 _KEYS = ("step", "epoch", "seconds", "values")

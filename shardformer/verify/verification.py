@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, is_traceback_enabled
 from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
-from shardformer.layout.tied_tensors import max_abs_difference
+from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis

@@ -19,8 +19,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, check_bool, get_first_message_line
 from shardformer.meta_init.init_recipe import compute_deferred_values, get_deferred_storage
-from shardformer.meta_init.lazy_init import LazyLoading, wrap_methods_for_recording
-from shardformer.meta_init.materialization import NOTES
+from shardformer.meta_init.lazy_init import NOTES, LazyLoading, wrap_methods_for_recording
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.transformers_compat import load_transformers

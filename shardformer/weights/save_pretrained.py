@@ -37,8 +37,13 @@ from shardformer.comm.collective_call import (
     wait_for_all_ranks,
 )
 from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import DirectoryWriter, remove_file_or_folder, to_absolute_path, write_new_file
-from shardformer.filesystem.lock import release_folder_lock
+from shardformer.filesystem import (
+    DirectoryWriter,
+    release_folder_lock,
+    remove_file_or_folder,
+    to_absolute_path,
+    write_new_file,
+)
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_or_build_metadata
 from shardformer.public_names import deprecate_renamed_parameters

@@ -1,26 +1,42 @@
-"""Shard optimizer states, master weights, gradients and parameters over data-parallel ranks (ZeRO)."""
+"""Shard optimizer states, master weights, gradients and parameters over data-parallel ranks (ZeRO).
+
+This module also patches torch's optimizers, ``torch.amp.GradScaler`` and gradient clipping. ``GradScaler`` skips a step
+if gradients are not finite. With the patch, all ranks of the model skip the step if one rank has to, as torch's
+``ShardedGradScaler`` does for FSDP. Before a step, ``check_gradients_before_step`` reduces or rejects gradients that
+were not reduced over ranks. At the first step, a warning reports optimizers that are not element-wise (Adafactor, Muon,
+LAMB), because they compute a different update for a shard of a matrix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collective_call import run_and_compare_across_ranks
-from shardformer.comm.collectives import broadcast, compute_numel_and_hash
+from shardformer.comm.collectives import all_reduce, broadcast, compute_numel_and_hash
 from shardformer.consistency.ddp_and_fsdp_guards import (
     check_no_new_parameters,
     check_not_in_ddp,
     install_wrapper_guards,
 )
 from shardformer.consistency.initial_weights import differs_across_ranks
+from shardformer.consistency.rank_divergence import (
+    MONITOR_PATCHES,
+    check_gradients_before_step,
+    get_metadata_of_trained_models,
+)
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
+from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors, hide_packed_weights
@@ -30,20 +46,22 @@ from shardformer.layout.sharding_metadata import (
     ParamEntry,
     ShardingMetadata,
     check_is_module,
+    find_parameter_view,
     get_gradient_reduction,
+    group_by_metadata,
+    group_overlapping_tensors,
 )
-from shardformer.layout.tied_tensors import find_parameter_view, group_overlapping_tensors
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_disk_space
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.torch_compat import has_data
-from shardformer.torch_patches import install_patches
+from shardformer.torch_patches import Apply, Patch, Undo, install_patches, replace_attribute
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
-from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes
+from shardformer.zero.memory_estimate import check_free_memory_option
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.partial_offload import check_free_memory_option
-from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
+from shardformer.zero.optimizer_state_view import STATE_PATCHES, get_zero_optimizer
+from shardformer.zero.optimizers import can_step_params_separately, estimate_state_bytes, needs_full_matrices
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ACTION = "train with these optimizers"
@@ -267,3 +285,77 @@ def shard_optimizer(
 
     checked = run_and_compare_across_ranks(table.context, make_options, _format_options_per_line, ACTION)
     return ZeroOptimizer(model, table, *checked)
+
+
+CHECKED_ATTRIBUTE = "_shardformer_looked_at"
+"""Name of an attribute that marks optimizers that were checked at their first step."""
+
+
+def _install_grad_scaler_patch() -> Undo:
+    scaler, name = torch.amp.GradScaler, "_unscale_grads_"
+    return replace_attribute(scaler, name, _patch_unscale_grads(getattr(scaler, name)))
+
+
+def _patch_unscale_grads(original: Any) -> Any:
+    @wraps(original)
+    def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        for state in get_metadata_of_trained_models(optimizer):
+            axes = [axis for axis in state.context.base_axes if axis.size > 1]
+            worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
+            for axis in axes:
+                worst = all_reduce(worst.clone(), axis, op="max", purpose="norm")
+            found.setdefault(found_inf.device, found_inf)
+            for x in found.values():
+                x.copy_(worst)
+        return found
+
+    return unscale
+
+
+def _check_optimizer_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (holder := get_zero_optimizer(optimizer)) is not None and not holder.is_stepping:
+        raise ConfigError(
+            f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
+            remedy="Use the returned optimizer instead: optimizer = shardformer.shard_optimizer(model, optimizer).",
+        )
+    if isinstance(optimizer, ZeroOptimizer):
+        return
+    if holder is None:
+        check_gradients_before_step(optimizer)
+    if CHECKED_ATTRIBUTE in optimizer.__dict__:
+        return
+    optimizer.__dict__[CHECKED_ATTRIBUTE] = True
+    entries_of_models = group_by_metadata(p for group in optimizer.param_groups for p in group["params"])
+    entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
+    cut = [e.name for e in entries]
+    if not cut or not has_data(entries[0].param):
+        return
+    try:
+        reason = "the optimizer needs full parameters" if needs_full_matrices(optimizer) else None
+    except ConfigError as error:
+        reason = error.what
+    if reason is not None:
+        warnings.warn(
+            f"{type(optimizer).__name__} updates shards of parameters such as {cut[0]} incorrectly: {reason}. Use "
+            "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
+            stacklevel=4,
+        )
+
+
+TRAINING_PATCHES: Mapping[Patch, Apply] = {
+    **CLIPPING_PATCHES,
+    **STATE_PATCHES,
+    Patch(
+        "torch.amp.GradScaler._unscale_grads_",
+        "shardformer.zero.shard_optimizer",
+        "all ranks skip a step if one has gradients that are not finite",
+    ): _install_grad_scaler_patch,
+    Patch(
+        "torch.optim.Optimizer: global hook before step()",
+        "shardformer.zero.shard_optimizer",
+        "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
+    ): lambda: register_optimizer_step_pre_hook(_check_optimizer_before_step).remove,
+    **MONITOR_PATCHES,
+}
+"""All patches of torch's gradient clipping, gradient scaler and optimizers."""

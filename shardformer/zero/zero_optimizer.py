@@ -29,9 +29,8 @@ from shardformer.offload.host import HostOffloadManager
 from shardformer.tensor_parallel.parallel_module import accept_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions
-from shardformer.zero.elementwise_trial import estimate_state_bytes, needs_full_matrices
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_gradient_error
-from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
+from shardformer.zero.memory_estimate import DevicePlacement, MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     OptimizerStateView,
@@ -47,7 +46,7 @@ from shardformer.zero.optimizer_step import (
     compute_sharded_grad_norm,
     make_nonfinite_gradient_error,
 )
-from shardformer.zero.partial_offload import DevicePlacement
+from shardformer.zero.optimizers import estimate_state_bytes, needs_full_matrices
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import Stage3ParamGroup
 

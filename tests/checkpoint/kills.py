@@ -23,7 +23,7 @@ from torch import nn
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import parse_temporary_name
+from shardformer.filesystem import parse_temporary_name
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.zero.shard_optimizer import shard_optimizer
 

@@ -19,19 +19,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardformer import filesystem
 from shardformer.checkpoint import directory, file_format
 from shardformer.checkpoint import directory as folder
 from shardformer.checkpoint import file_format as files
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST
+from shardformer.checkpoint.directory import LATEST, CheckpointRetention
 from shardformer.checkpoint.file_format import INDEX_FILE, CorruptCheckpointError
 from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem import atomic_write as writing
-from shardformer.filesystem.atomic_write import SAVING, ProcessIdentity, make_temporary_path
-from shardformer.filesystem.lock import LOCK
+from shardformer.filesystem import LOCK, SAVING, ProcessIdentity, make_temporary_path
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -267,7 +265,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     made: list[int] = []
     places: list[tuple[Any, str]] = [
         (files, "write_all_bytes"),
-        (writing, "write_all_bytes"),
+        (filesystem, "write_all_bytes"),
         (files, "flush_path_to_disk"),
         (snapshot, "flush_path_to_disk"),
     ]

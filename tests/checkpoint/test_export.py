@@ -17,7 +17,7 @@ from shardformer.checkpoint import directory
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import materialize
 from shardformer.verify.small_models import DEFAULT_HEAD, SmallModelFactory
 from shardformer.weights import save_pretrained
 from shardformer.weights import save_pretrained as export

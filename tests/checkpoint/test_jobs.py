@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from shardformer import filesystem
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST
+from shardformer.checkpoint.directory import LATEST, CheckpointRetention
 from shardformer.checkpoint.file_format import read_save_number_and_time
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import DROPPED, parse_temporary_name
-from shardformer.filesystem.lock import LOCK
+from shardformer.filesystem import DROPPED, LOCK, parse_temporary_name
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -239,8 +237,8 @@ def test_user_files_next_to_checkpoint_are_kept(how: str, tmp_path: Path) -> Non
 def test_killed_deletion_loses_no_user_file(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "NOTES.md").write_text("my notes")
-    name = atomic_write.make_temporary_path(path, DROPPED).name
-    here = atomic_write.parse_temporary_name(tmp_path / name)
+    name = filesystem.make_temporary_path(path, DROPPED).name
+    here = filesystem.parse_temporary_name(tmp_path / name)
     assert here is not None
     path.rename(tmp_path / name.replace(f"-{here.owner.start}-", f"-{here.owner.start - 1}-"))
     save(tmp_path, 2)

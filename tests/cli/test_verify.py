@@ -25,7 +25,7 @@ Run = Callable[..., tuple[int, str, str]]
 FORGETFUL = """
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.layers import Linear1D_Row
-from shardformer.policies.models.gpt import GPT2Policy
+from shardformer.policies.families import GPT2Policy
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 class Forgetful(GPT2Policy):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm import autograd_collectives
+from shardformer.comm import collectives
 from shardformer.comm.collectives import all_reduce
 from shardformer.layout.activation_layout import ActivationShard, Dim, IndexOrder
 from shardformer.layout.shard_spec import Split
@@ -34,46 +34,46 @@ def _striped(ranks: int) -> Split:
 
 
 def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
-    return autograd_collectives.get_local_slices(x, axis, 1, split)
+    return collectives.get_local_slices(x, axis, 1, split)
 
 
 # name -> (function of x, how the input and the output are cut, is the input / the output replicated)
 Cuts = Callable[[int], Split] | None
 Case = tuple[Callable[[Tensor, Axis], Tensor], Cuts, Cuts, bool, bool]
 CASES: dict[str, Case] = {
-    "enter_block": (autograd_collectives.copy_to_tp_region, None, None, True, False),
-    "leave_block": (autograd_collectives.reduce_from_tp_region, None, None, False, True),
-    "gather_input": (lambda x, a: autograd_collectives.gather_from_sp_region(x, a, 1, S), _even, None, False, False),
+    "enter_block": (collectives.copy_to_tp_region, None, None, True, False),
+    "leave_block": (collectives.reduce_from_tp_region, None, None, False, True),
+    "gather_input": (lambda x, a: collectives.gather_from_sp_region(x, a, 1, S), _even, None, False, False),
     "scatter_output": (
-        lambda x, a: autograd_collectives.reduce_scatter_to_sp_region(x, a, 1),
+        lambda x, a: collectives.reduce_scatter_to_sp_region(x, a, 1),
         None,
         _even,
         False,
         False,
     ),
     "split_dim": (
-        lambda x, a: autograd_collectives.scatter_to_region(x, a, 1, _even(a.size)),
+        lambda x, a: collectives.scatter_to_region(x, a, 1, _even(a.size)),
         None,
         _even,
         True,
         False,
     ),
     "join_dim": (
-        lambda x, a: autograd_collectives.gather_from_region(x, a, 1, _even(a.size)),
+        lambda x, a: collectives.gather_from_region(x, a, 1, _even(a.size)),
         _even,
         None,
         False,
         True,
     ),
     "split_dim striped": (
-        lambda x, a: autograd_collectives.scatter_to_region(x, a, 1, _striped(a.size)),
+        lambda x, a: collectives.scatter_to_region(x, a, 1, _striped(a.size)),
         None,
         _striped,
         True,
         False,
     ),
     "join_dim striped": (
-        lambda x, a: autograd_collectives.gather_from_region(x, a, 1, _striped(a.size)),
+        lambda x, a: collectives.gather_from_region(x, a, 1, _striped(a.size)),
         _striped,
         None,
         False,
@@ -109,7 +109,7 @@ def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
     split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
     x = torch.full((2, split.get_local_length(axis.rank)), float(axis.rank), requires_grad=True)
-    whole = autograd_collectives.gather_from_region(x, axis, -1, split)
+    whole = collectives.gather_from_region(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad
@@ -125,9 +125,9 @@ def test_slices_of_any_length_are_gathered(pools: WorkerPools) -> None:
 def _untouched() -> tuple[bool, bool]:
     axis = Axis.of(None)
     x = torch.ones(3, requires_grad=True)
-    y = autograd_collectives.reduce_from_tp_region(x, axis)
+    y = collectives.reduce_from_tp_region(x, axis)
     grad = torch.full((3,), 5.0)
-    z = autograd_collectives.copy_to_tp_region(y, axis)
+    z = collectives.copy_to_tp_region(y, axis)
     z.backward(grad)
     return torch.equal(x.detach(), torch.ones(3)), torch.equal(grad, torch.full((3,), 5.0))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardformer.comm.collectives import all_gather, get_local_chunk, reduce_scatter
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
+from shardformer.tensor_parallel.linear_communication import all_gather_matmul, matmul_reduce_scatter
 from tests.pools import WorkerPools
 
 B, H, F = 2, 3, 5

@@ -7,15 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import ProcessIdentity
-from shardformer.filesystem.lock import LOCK
+from shardformer import filesystem
+from shardformer.filesystem import LOCK, ProcessIdentity
 
 
 def parent() -> ProcessIdentity:
     """A running process other than this one."""
     return ProcessIdentity(
-        ProcessIdentity.current().machine, os.getppid(), atomic_write._get_start_time(os.getppid()) or 0
+        ProcessIdentity.current().machine, os.getppid(), filesystem._get_start_time(os.getppid()) or 0
     )
 
 

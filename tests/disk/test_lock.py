@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from shardformer import filesystem
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem import atomic_write
-from shardformer.filesystem import lock as locks
-from shardformer.filesystem.lock import LOCK, acquire_folder_lock, check_folder_lock_is_held, release_folder_lock
+from shardformer.filesystem import (
+    LOCK,
+    acquire_folder_lock,
+    check_folder_lock_is_held,
+    release_folder_lock,
+)
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children end at once
@@ -26,9 +30,9 @@ class Holder:
 
 @pytest.fixture(autouse=True)
 def not_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "STALE_S", 0.3)
-    monkeypatch.setattr(locks, "REFRESH_S", 0.05)
-    monkeypatch.setattr(locks, "_UNFINISHED_S", 0.1)
+    monkeypatch.setattr(filesystem, "STALE_S", 0.3)
+    monkeypatch.setattr(filesystem, "REFRESH_S", 0.05)
+    monkeypatch.setattr(filesystem, "_UNFINISHED_S", 0.1)
 
 
 def owner(folder: Path) -> int:
@@ -63,7 +67,7 @@ def test_lock_of_dead_process_is_taken_over(what: str, tmp_path: Path) -> None:
     if what == "empty":  # killed between the two
         path.write_text("")
     elif what == "own":  # this process was not able to remove it
-        lock_of(atomic_write.ProcessIdentity.current(), tmp_path)
+        lock_of(filesystem.ProcessIdentity.current(), tmp_path)
     began, holder = time.monotonic(), Holder()
     acquire_folder_lock(tmp_path, holder)
     assert time.monotonic() - began < 1
@@ -78,7 +82,7 @@ def test_zombie_process_counts_as_dead(tmp_path: Path) -> None:
         os._exit(0)
     time.sleep(0.05)
     try:
-        assert atomic_write.ProcessIdentity(atomic_write.ProcessIdentity.current().machine, child, 0).is_dead
+        assert filesystem.ProcessIdentity(filesystem.ProcessIdentity.current().machine, child, 0).is_dead
     finally:
         os.waitpid(child, 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import (
+from shardformer.filesystem import (
     SAVING,
     ProcessIdentity,
     create_new_file,

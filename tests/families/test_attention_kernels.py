@@ -37,8 +37,8 @@ OWN = {
     "swinv2": "swinv2_attention",
 }
 HELD_BY_THE_MODEL = {
-    "sam": "the model computes relative positions for each query in a tensor as large as the scores",
-    "swin": "the model adds relative positions to the mask of each shifted window",
+    "sam": "the relative positions of the model still need as much memory as the attention scores",
+    "swin": "the masks of its shifted windows still need as much memory as the attention scores",
 }
 TRAINED_BIAS = ("t5", "beit", "swin", "swinv2", "sam")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ for name in ("Trainer", "Seq2SeqTrainer", "LlamaForCausalLM", "GPT2LMHeadModel",
     getattr(transformers, name)
 for name in ("SFTTrainer", "DPOTrainer"):
     getattr(trl, name)
-for name in ("train_command.run", "integrations.lightning", "integrations.peft.models", "integrations.trl"):
+for name in ("train_command.run", "integrations.lightning", "integrations.peft_models", "integrations.trl"):
     importlib.import_module(f"shardformer.{name}")
 
 # imported objects are never garbage, so the workers need not traverse them and copy their pages

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardformer.layout.tied_tensors import max_abs_difference
+from shardformer.layout.sharding_metadata import max_abs_difference
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.lazy_init import RecordingMethodWrapper
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import RecordingMethodWrapper, materialize
 from shardformer.weights.from_pretrained import from_pretrained
 
 SMALL = dict(vocab_size=96, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)

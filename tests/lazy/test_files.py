@@ -22,7 +22,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import safetensors_source
 from shardformer.meta_init import safetensors_source as files
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import materialize
 from shardformer.meta_init.safetensors_source import SafetensorsTensorReader, WeightsFile, load_lazy_tensors
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.from_pretrained import from_pretrained

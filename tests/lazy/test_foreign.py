@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 import shardformer
 from shardformer.discovery.shrink_config import get_model_class
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import materialize
 from shardformer.train_command.build import build_model
 from shardformer.train_command.config_schema import TrainConfig, parse_config
 from shardformer.train_command.load_data import TrainingData

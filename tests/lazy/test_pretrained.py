@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import get_shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import materialize
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
 from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, SmallModelFactory, compute_model_loss

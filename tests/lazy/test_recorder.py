@@ -18,8 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.init_recipe import get_deferred_storage, get_init_recipe, run_init_recipe
-from shardformer.meta_init.lazy_init import InitRecorderMode, LazyInit
-from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.lazy_init import InitRecorderMode, LazyInit, materialize
 from shardformer.verify.small_models import SmallModelFactory
 from tests.lazy.families import FAMILIES, assert_same, build
 

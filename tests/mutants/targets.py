@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-OF_FOLDER = {
+TESTS_BY_PREFIX = {
     "shardformer/tensor_parallel": ("tests/layers/tensor", "tests/layers/vocab", "tests/policies/test_forms.py"),
     "shardformer/tensor_parallel/grid": ("tests/layers/grid", "tests/sharding/test_grid.py"),
     "shardformer/context_parallel": ("tests/layers/context", "tests/sharding/test_context.py"),
@@ -23,11 +23,11 @@ OF_FOLDER = {
     "shardformer/policies": ("tests/policies", "tests/verify/test_families.py"),
     "shardformer/sharding": ("tests/sharding", "tests/policies"),
 }
-"""The longest matching folder is used."""
+"""Start of a file path -> its tests. The longest matching start is used."""
 
 
 def related_tests(mutant: Mutant) -> list[str]:
-    """Return the mutant's own tests, followed by those of its folder."""
-    folders = [folder for folder in OF_FOLDER if mutant.file.startswith(f"{folder}/")]
-    of_folder = OF_FOLDER[max(folders, key=len)] if folders else ()
+    """Return the mutant's own tests, followed by those of the longest prefix."""
+    folders = [folder for folder in TESTS_BY_PREFIX if mutant.file.startswith(folder)]
+    of_folder = TESTS_BY_PREFIX[max(folders, key=len)] if folders else ()
     return list(dict.fromkeys((*mutant.first, *of_folder)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
-from shardformer.zero.elementwise_trial import can_step_params_separately, estimate_state_bytes, needs_full_matrices
+from shardformer.zero.optimizers import can_step_params_separately, estimate_state_bytes, needs_full_matrices
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},

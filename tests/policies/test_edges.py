@@ -23,7 +23,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import deadlock_detection, parallel_context
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies import registry
+from shardformer.policies import policy as policies
 from shardformer.policies.legacy import Argument, Col_Layer, ColumnParallelOrEmbedding, Row_Layer
 from shardformer.policies.legacy import Layer as ShardedLayer
 from shardformer.policies.policy import Policy
@@ -551,7 +551,7 @@ def test_target_that_returns_no_module_is_refused() -> None:
 
 
 def test_registered_policy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(policies, "_REGISTERED", {})
 
     class Mine(ToyPolicy):
         pass

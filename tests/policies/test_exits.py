@@ -14,7 +14,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.models.gpt import GPTJPolicy
+from shardformer.policies.families import GPTJPolicy
 from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss

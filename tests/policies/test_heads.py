@@ -11,7 +11,7 @@ from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import HeadLayout
-from shardformer.policies.models.llama import LlamaPolicy
+from shardformer.policies.families import LlamaPolicy
 from shardformer.verify.small_models import SmallModelFactory
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))

@@ -13,8 +13,8 @@ from shardformer.layout.shard_spec import Split
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import PipelineHints
+from shardformer.policies.families import LlamaPolicy
 from shardformer.policies.legacy import Argument
-from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
@@ -24,8 +24,7 @@ from shardformer.policies.module_descriptions import (
     describe_type,
     get_cached_type_hints,
 )
-from shardformer.policies.policy import Policy
-from shardformer.policies.registry import find_registered_policy
+from shardformer.policies.policy import Policy, find_registered_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardformer.discovery.derive_policy import EXAMPLE
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.policies import registry
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies import policy as policies
+from shardformer.policies.policy import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.shard_model_api import resolve_policy
 from tests.policies.toy import HEADS, ToyLM, ToyPolicy
@@ -27,21 +27,21 @@ HIDDEN, VOCAB = 24, 97
 def test_importing_the_registry_imports_no_policy_or_transformers() -> None:
     code = """
         import sys
-        import shardformer.policies.registry as registry
-        early = [n for n in sys.modules if n.startswith("shardformer.policies.models") or n == "transformers"]
-        registry.FAMILIES["t5"].load_policy_class()
-        print(early, sorted(n for n in sys.modules if n.startswith("shardformer.policies.models.")))
+        from shardformer.policies import policy
+        early = [n for n in sys.modules if n.startswith("shardformer.policies.families") or n == "transformers"]
+        policy.FAMILIES["t5"].load_policy_class()
+        print(early, sorted(n for n in sys.modules if n.startswith("shardformer.policies.families")))
         print("transformers" in sys.modules)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["[] ['shardformer.policies.models.t5']", "False"], done.stderr
+    assert done.stdout.splitlines() == ["[] ['shardformer.policies.families']", "False"], done.stderr
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_location_loads_a_policy(family: str) -> None:
     policy = FAMILIES[family].load_policy_class()
     assert issubclass(policy, RolePolicy)
-    assert policy.__module__ == f"shardformer.policies.models.{FAMILIES[family].file_name}"
+    assert policy.__module__ == f"shardformer.policies.{FAMILIES[family].file_name}"
 
 
 @dataclass
@@ -67,8 +67,8 @@ def test_registered_family_of_the_config_is_used() -> None:
 
 
 def test_user_registration_replaces_the_built_in_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTERED", {})
-    registry.register_policy("t5", ToyPolicy)
+    monkeypatch.setattr(policies, "_REGISTERED", {})
+    policies.register_policy("t5", ToyPolicy)
     policy, source = resolve_policy(Named("t5"), None)
     assert isinstance(policy, ToyPolicy) and source == "the policy registered by the user for 't5'"
 

@@ -14,9 +14,9 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.conversations import IGNORED
+from shardformer.train_command.datasets import pack_documents
 from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.packing import pack_documents
 from shardformer.train_command.run import build_trainer, run_training
 from tests.runs.files import config, save_word_tokenizer, write_rows, write_text
 from tests.runs.test_run import losses_of

@@ -12,8 +12,7 @@ import transformers
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.dry_run import make_dry_run_report
-from shardformer.train_command.run import load_data_and_model
-from shardformer.train_command.run_checks import check_attention_fits_task, measure_label_dependence
+from shardformer.train_command.run import check_attention_fits_task, load_data_and_model, measure_label_dependence
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -26,7 +26,7 @@ import transformers
 from transformers import modeling_utils
 
 import shardformer
-from shardformer.filesystem import atomic_write
+from shardformer import filesystem
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 NAMES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "remove")
@@ -124,7 +124,7 @@ def tries(root: Path, every: int, mounted: bool) -> Counter[str]:
     (old / "tokenizer.json").write_text("{}")
     folder = root / "model"
     if mounted:  # a folder that cannot be renamed
-        atomic_write._can_be_renamed = lambda target: False
+        filesystem._can_be_renamed = lambda target: False
     shutil.copytree(old, folder)
     count = save(folder)
     assert what_loads(folder) == "new"

@@ -28,7 +28,7 @@ PACKAGE = Path(shardformer.__file__).parent
 TRANSPORT = str(PACKAGE / "local_ranks")
 """Excluded: threads poll each other, which depends on the load of the machine."""
 MAX_CALLS = 5_000
-MAX_FILES = 36
+MAX_FILES = 34
 MAX_STOPS = 45
 """Maximum number of times that a batch of `shardformer train` moves from one file of the package to another."""
 RUN = f"""

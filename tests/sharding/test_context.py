@@ -167,7 +167,7 @@ def test_custom_attention_receives_all_positions(
 ) -> None:
     pipeline = {"micro_batches": 2} if "pipe" in layout else {}
     check(plain_of(family), batches_of(family), layout, 3e-6, **pipeline)
-    record_property("feature", "part: every rank computes the full attention, because the model implements its own")
+    record_property("feature", "part: only attention is not sharded, because the model has its own attention code")
 
 
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")

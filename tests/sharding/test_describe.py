@@ -20,8 +20,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
-from shardformer.policies.policy import Policy
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies.policy import FAMILIES, Policy
 from shardformer.sharding import describe
 from shardformer.sharding import describe as listing
 from shardformer.sharding import describe as stage_table

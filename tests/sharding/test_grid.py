@@ -26,7 +26,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.sharding import apply_tensor_grid as grid_plan
-from shardformer.tensor_parallel.grid.layers import GridNorm, GridRegion
+from shardformer.tensor_parallel.grid_layers import GridNorm, GridRegion
 from shardformer.transformers_compat import is_kv_cache
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import ForceFp64Mode
@@ -158,13 +158,13 @@ def test_unusual_layer_structures_equal_one_process(family: str, mode: str, size
 @pytest.mark.parametrize(
     ("family", "mode", "sizes", "word", "why"),
     [
-        ("sam", "2d", (2, 2), "refused", "its mask decoder has two hidden states, and a grid shards only one"),
+        ("sam", "2d", (2, 2), "refused", "its mask decoder passes on two hidden states, and a grid shards only one"),
         (
             "albert",
             "3d",
             (1, 2, 2),
             "part",
-            "2D and 2.5D only: in 3D the attention would read features of other samples",
+            "only in 2D and 2.5D; in 3D, its attention would read features of other samples",
         ),
     ],
     ids=str,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import REPLACED, ProcessIdentity, make_temporary_path, parse_temporary_name
+from shardformer import filesystem
+from shardformer.filesystem import REPLACED, ProcessIdentity, make_temporary_path, parse_temporary_name
 from shardformer.weights.save_pretrained import MODEL_DIRECTORY
 
 OLD = (
@@ -46,7 +46,7 @@ def test_model_files_are_replaced_and_other_files_kept(
     target = tmp_path / "model"
     fill(target)
     if how == "in place":
-        monkeypatch.setattr(atomic_write, "_can_be_renamed", lambda _: False)
+        monkeypatch.setattr(filesystem, "_can_be_renamed", lambda _: False)
     inner = target / "checkpoints"
     if how == "with a folder in it":
         inner.mkdir()
@@ -59,14 +59,14 @@ def test_model_files_are_replaced_and_other_files_kept(
 
 
 def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, real = tmp_path / "model", atomic_write._link_files
+    target, real = tmp_path / "model", filesystem._link_files
     fill(target)
 
     def late(*args: Any) -> None:
         real(*args)
         (target / "late.txt").write_text("late")
 
-    monkeypatch.setattr(atomic_write, "_link_files", late)
+    monkeypatch.setattr(filesystem, "_link_files", late)
     MODEL_DIRECTORY.replace_directory(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 

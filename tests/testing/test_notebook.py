@@ -15,7 +15,7 @@ import transformers
 
 import shardformer
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.local_ranks.notebook import notebook_launcher
+from shardformer.local_ranks.worker_pool import notebook_launcher
 from shardformer.local_ranks.worker_process import RemoteCall
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"

@@ -23,7 +23,7 @@ from tests.timm.test_timm import MODES, differences, in_worker, of, sharded
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH = {"enable_flash_attention": True}
 TRAINED_BIAS = ("beit", "beit with one bias for all", "swin", "swin v2")
-HELD_BY_THE_MODEL = {"swin": "the model adds relative positions to the mask of each shifted window"}
+HELD_BY_THE_MODEL = {"swin": "the masks of its shifted windows still need as much memory as the attention scores"}
 
 
 def said_of(name: str) -> tuple[str, int]:

@@ -299,7 +299,7 @@ def test_transformers_runs_with_timm(timm_worker: WorkerPool) -> None:
 
 def bert_beside_timm() -> str | None:
     timm()
-    from shardformer.policies.models.bert import BertPolicy
+    from shardformer.policies.families import BertPolicy
     from shardformer.verify.small_models import SmallModelFactory
 
     ids = torch.arange(10).view(2, 5)

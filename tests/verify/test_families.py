@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies.policy import FAMILIES
 from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,

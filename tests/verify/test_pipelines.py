@@ -35,7 +35,7 @@ ZERO_BUBBLE = ("zbv", "interleaved_zb")
 FOUR_KINDS = ("llama", "gpt2", "bert", "t5")
 SEQUENCE = {"enable_sequence_parallelism": True}
 WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
-SAYS = {"sam": "the image encoder is split into stages, and the last stage has the full decoder"}
+SAYS = {"sam": "only the image encoder is split into stages; the last stage also has the full mask decoder"}
 Recorded = Callable[[str, object], None]
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm import autograd_collectives
-from shardformer.comm import autograd_collectives as conjugates
+from shardformer.comm import collectives
+from shardformer.comm import collectives as conjugates
 from shardformer.comm.collectives import PendingCollective
 from shardformer.config import ShardConfig
 from shardformer.gradients import clipping as grad_norm
@@ -76,7 +76,7 @@ def own(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return autograd_collectives.get_local_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
+    return collectives.get_local_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
 
 
 def own_part_in_zeros(

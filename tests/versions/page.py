@@ -46,9 +46,10 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
         "# Versions\n",
         f"ShardFormer supports Python 3.11, torch {lower_bound('torch')}, transformers {lower_bound('transformers')} "
         "and newer versions. To find out whether your versions are tested, run `shardformer check`.\n",
-        "Each row of the table is a tested combination of versions, and each column is a test. `make test-versions` "
-        "creates an environment for each row, runs the tests and writes this page. The sign "
-        f"{NOT_RUN} means that the test was not run.\n",
+        "The table shows which combinations of versions are tested. Each row is a combination, and each column is a "
+        f"test. The sign {NOT_RUN} means that the test was not run.\n",
+        "To repeat the tests, run `make test-versions`. The command creates an environment for each row, runs all "
+        "tests in it and writes this page.\n",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
     ]
@@ -62,15 +63,18 @@ def _libraries() -> list[str]:
     oldest, newest = (_pins(name) for name in (OLDEST_PINS, NEWEST_PINS))
     return [
         "## Other libraries\n",
-        "The [integrations](integrations.md) are tested with the oldest and the newest supported releases of these "
-        "libraries (`make test-oldest` and `make test-integrations`). If you have an older release, an error names "
-        "the oldest supported release.\n",
+        "The [integrations](integrations.md) are tested with the oldest and the newest supported release of each "
+        "library. If your release is too old, an error names the oldest supported one. To repeat the tests, run "
+        "`make test-oldest` and `make test-integrations`.\n",
         "| library | oldest | newest |",
         "|---|---|---|",
         *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
         "",
-        "The method `model.add_adapter` of transformers can require a newer release of PEFT. Older releases of TRL are "
-        "not supported, because they compute log-probabilities in a way that does not support sharded heads.",
+        "The method `model.add_adapter` of transformers has its own minimum release of PEFT, which can be newer than "
+        "the oldest release in the table.",
+        "",
+        "Older releases of TRL are not supported, because they compute log-probabilities in a way that does not work "
+        "with sharded heads.",
         "",
     ]
 

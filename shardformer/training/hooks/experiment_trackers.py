@@ -1,4 +1,4 @@
-"""Hooks that send metrics and the run configuration to Weights & Biases or MLflow."""
+"""Hooks that write metrics to JSON Lines, TensorBoard, Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -6,9 +6,111 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardformer.errors import ConfigError, get_first_message_line, import_optional_module
-from shardformer.training.hook import TrainerProtocol
-from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
+from shardformer.errors import ConfigError, check_int, get_first_message_line, import_optional_module
+from shardformer.filesystem import to_absolute_path
+from shardformer.public_names import deprecate_renamed_arguments
+from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
+from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
+
+VALIDATION = "validation/"
+OutputDirectory = Annotated[str | Path, "Directory of the files, which is created if it does not exist."]
+EverySteps = Annotated[int, "Number of steps between records. Validation metrics are always written."]
+
+
+class MetricsHook(Hook):
+    """Base class for hooks that write the metrics in ``trainer.values``. Only the first rank writes."""
+
+    _writer: Any = None
+
+    def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
+        check_int(f"{type(self).__name__}.every", every, unit="steps", example=10)
+        self.directory, self.every = to_absolute_path(directory), every
+
+    def after_step(self, trainer: TrainerProtocol) -> None:
+        if trainer.step % self.every == 0:
+            self._write(trainer, {n: v for n, v in trainer.values.items() if not n.startswith(VALIDATION)})
+
+    def after_validation(self, trainer: TrainerProtocol) -> None:
+        self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
+
+    def after_train(self, trainer: TrainerProtocol) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    on_exception = after_train
+
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
+
+
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+class JsonLines(MetricsHook):
+    """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
+
+    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
+    an earlier run under another name. Only the first rank writes. Hooks that compute metrics must come before this
+    hook. Communicates nothing.
+    """
+
+    _seconds_before = _seconds = 0.0
+    _layout = ""
+
+    def before_train(self, trainer: TrainerProtocol) -> None:
+        self._layout = ""  # the first record has the layout
+        if trainer.is_first:
+            self._writer = MetricsWriter(self.directory, trainer.step or None)
+
+    def state(self) -> Any:
+        return {"seconds": self._seconds}
+
+    def load_state(self, state: Any) -> None:
+        self._seconds_before = self._seconds = state["seconds"]
+
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        self._seconds = self._seconds_before + trainer.seconds
+        if self._writer is not None:
+            before, self._layout = self._layout, trainer.engine.layout
+            changed = self._layout if self._layout != before else ""
+            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values, changed))
+
+
+_WRITER = (
+    "torch.utils.tensorboard.writer",
+    "The hook TensorBoard",
+    "tensorboard",
+    "use the hook JsonLines",
+    "tensorboard",
+)
+
+
+@deprecate_renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
+class TensorBoard(MetricsHook):
+    """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
+
+    A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
+    metrics must come before this hook. Communicates nothing.
+    """
+
+    def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
+        super().__init__(directory, every)
+        import_optional_module(*_WRITER)
+
+    def before_train(self, trainer: TrainerProtocol) -> None:
+        if trainer.is_first:
+            purge = trainer.step + 1 if trainer.step else None
+            self._writer = import_optional_module(*_WRITER).SummaryWriter(str(self.directory), purge_step=purge)
+
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, trainer.step)
+
+    def after_validation(self, trainer: TrainerProtocol) -> None:
+        super().after_validation(trainer)
+        if self._writer is not None:
+            self._writer.flush()
+
 
 Project = Annotated[str, "Project or experiment in the tracker."]
 RunName = Annotated[str | None, "Name of the run. By default, the tracker chooses a name."]

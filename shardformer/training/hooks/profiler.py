@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import replace_file_atomically, replace_text_atomically, to_absolute_path
+from shardformer.filesystem import replace_file_atomically, replace_text_atomically, to_absolute_path
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 

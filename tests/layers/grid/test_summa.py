@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext, reshape_tensor_axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid.layers import sharded_layer_norm
+from shardformer.tensor_parallel.grid_layers import sharded_layer_norm
 
 SAMPLES, LENGTH, IN, OUT = 8, 3, 10, 14
 CASES: list[tuple[tuple[int, ...], bool]] = [

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.tensor_parallel.vocab_parallel_statistics import (
+from shardformer.tensor_parallel.vocab_parallel_loss import (
     NUMBERS,
     TokenStatistics,
     vocab_parallel_token_statistics,

@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "replaced-checkpoint-removed-first",
-        "shardformer/filesystem/atomic_write.py",
+        "shardformer/filesystem.py",
         "        target.rename(replaced)\n",
         "        shutil.rmtree(target)\n",
         "A step that is saved again is lost if the process is killed at the wrong moment.",
@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     mutant(
         "newest-by-the-clock",
-        "shardformer/checkpoint/retention.py",
+        "shardformer/checkpoint/directory.py",
         "key=lambda pair: (*pair[0], _get_step_folder_name(pair[1]))",
         "key=lambda pair: (pair[0][1], _get_step_folder_name(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
@@ -109,7 +109,7 @@ MUTANTS = [
     ),
     mutant(
         "lock-of-a-running-job-is-taken-over",
-        "shardformer/filesystem/lock.py",
+        "shardformer/filesystem.py",
         "if not (is_own or owner.is_dead or (not owner.is_on_this_machine and _is_lock_file_stale(lock.path))):",
         "if not (is_own or owner.is_on_this_machine or _is_lock_file_stale(lock.path)):",
         "Two jobs of one host save into one folder and delete each other's checkpoints.",
@@ -117,7 +117,7 @@ MUTANTS = [
     ),
     mutant(
         "keep-one-more",
-        "shardformer/checkpoint/retention.py",
+        "shardformer/checkpoint/directory.py",
         "if place >= retention.last and folder != newest and not is_kept and not is_young:",
         "if place > retention.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",

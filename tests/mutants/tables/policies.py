@@ -9,7 +9,7 @@ mutant = partial(Mutant, "policies")
 MUTANTS = [
     mutant(
         "llama-repeats-shared-heads",
-        "shardformer/policies/models/llama.py",
+        "shardformer/policies/families.py",
         'local_attrs={"num_key_value_groups": "groups"})',
         "local_attrs={})",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
@@ -32,9 +32,9 @@ MUTANTS = [
     ),
     mutant(
         "bert-cross-attention-not-summed",
-        "shardformer/policies/models/bert.py",
-        "inputs=AttentionInputs(cross_attention=True),",
-        "inputs=AttentionInputs(),",
+        "shardformer/policies/families.py",
+        'out=".crossattention.output.dense"),\n                inputs=AttentionInputs(cross_attention=True),',
+        'out=".crossattention.output.dense"),\n                inputs=AttentionInputs(),',
         "A BERT decoder passes its encoder a part of the gradient.",
         first=(
             "tests/verify/test_families.py::test_cross_attention",
@@ -43,9 +43,9 @@ MUTANTS = [
     ),
     mutant(
         "falcon-mask-of-all-heads",
-        "shardformer/policies/models/falcon.py",
-        '                    "attention_mask": ("heads", 1),\n',
-        "",
+        "shardformer/policies/families.py",
+        '"alibi": ("heads", 1),\n                    "attention_mask": ("heads", 1),\n',
+        '"alibi": ("heads", 1),\n',
         "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
         first=(
             "tests/families/test_attention_kernels.py::test_other_settings_use_the_kernel",
@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     mutant(
         "falcon-joins-sequential-exits",
-        "shardformer/policies/models/falcon.py",
+        "shardformer/policies/families.py",
         "return bool(self.model.config.new_decoder_architecture or self.model.config.parallel_attn)",
         "return True",
         "Falcon whose MLP follows its attention is computed as if both ran side by side.",
@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     mutant(
         "gptj-drops-two-outputs-at-once",
-        "shardformer/policies/models/gpt.py",
+        "shardformer/policies/families.py",
         "return bool(self.model.config.resid_pdrop == 0)",
         "return True",
         "GPT-J with residual dropout drops attention and MLP outputs together.",
@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     mutant(
         "whisper-sums-layers-of-one-stage",
-        "shardformer/policies/models/whisper.py",
+        "shardformer/policies/families.py",
         'return bool(getattr(self.model.config, "use_weighted_layer_sum", False))',
         "return False",
         "Whisper with a weighted sum of its layers is accepted in a pipeline.",
@@ -78,7 +78,7 @@ MUTANTS = [
     ),
     mutant(
         "bloom-multiplies-slices",
-        "shardformer/policies/models/bloom.py",
+        "shardformer/policies/families.py",
         "if config.slow_but_exact and config.pretraining_tp > 1:",
         "if config.slow_but_exact and config.pretraining_tp < 1:",
         "BLOOM with slow_but_exact=True is sharded though its forward pass slices whole weights.",
@@ -86,15 +86,15 @@ MUTANTS = [
     ),
     mutant(
         "t5-stage-without-positions",
-        "shardformer/policies/models/t5.py",
-        "STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)",
-        "STAGES = PipelineHints(num_outputs=3)",
+        "shardformer/policies/families.py",
+        "T5_STAGES = PipelineHints(num_outputs=3, shared_from_first=T5_BIAS_TABLE)",
+        "T5_STAGES = PipelineHints(num_outputs=3)",
         "In a pipeline the later stages of T5 have no relative positions.",
         first=("tests/verify/test_pipelines.py::test_several_stacks_split_anywhere",),
     ),
     mutant(
         "albert-groups-in-turn",
-        "shardformer/policies/models/albert.py",
+        "shardformer/policies/families.py",
         'units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))',
         'units = tuple(f"{groups}.{at % kinds}" for at in range(depth))',
         "In a pipeline ALBERT with several groups of layers runs them in another order.",
@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     mutant(
         "registered-policy-of-a-known-family",
-        "shardformer/policies/registry.py",
+        "shardformer/policies/policy.py",
         "    if family in _REGISTERED:\n        return _REGISTERED[family]()",
         "    if family in _REGISTERED and family not in FAMILIES:\n        return _REGISTERED[family]()",
         "A policy that the user registers for a known family is ignored.",

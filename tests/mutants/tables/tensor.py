@@ -124,7 +124,7 @@ MUTANTS = [
     ),
     mutant(
         "grid-norm-without-the-spread-of-means",
-        "shardformer/tensor_parallel/grid/layers.py",
+        "shardformer/tensor_parallel/grid_layers.py",
         "variance = (sums + counts * (means - mean).square()).sum(0) / full",
         "variance = sums.sum(0) / full",
         "On a tensor grid a layer norm takes the variance within each rank for the variance of all features.",

@@ -20,7 +20,7 @@ from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.shrink_config import shrink_config
 from shardformer.discovery.validation import validate_policy
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies.policy import FAMILIES
 from shardformer.policies.roles import MLP, Attention, AttentionProjections
 from shardformer.sharding.plan import make_sharding_plan
 

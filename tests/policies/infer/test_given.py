@@ -18,8 +18,8 @@ from shardformer.discovery import user_policy_validation as given
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.families import LlamaPolicy
 from shardformer.policies.legacy import Col_Layer
-from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy

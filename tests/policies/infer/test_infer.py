@@ -26,9 +26,8 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.models.gpt import GPT2Policy
-from shardformer.policies.policy import Policy
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies.families import GPT2Policy
+from shardformer.policies.policy import FAMILIES, Policy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.plan import make_sharding_plan

@@ -19,9 +19,8 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.policies.models.gpt import GPTJPolicy
-from shardformer.policies.models.llama import LlamaPolicy
-from shardformer.policies.registry import FAMILIES
+from shardformer.policies.families import GPTJPolicy, LlamaPolicy
+from shardformer.policies.policy import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.shard_model_api import shard_model

@@ -136,7 +136,7 @@ def test_user_code_is_not_validated_without_tensor_parallelism() -> None:
 
 
 def test_a_passed_policy_is_validated_on_user_code() -> None:
-    from shardformer.policies.models.llama import LlamaPolicy
+    from shardformer.policies.families import LlamaPolicy
 
     def do(context: ParallelContext) -> str:
         with pytest.raises(PolicyError) as error:

@@ -11,7 +11,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.hooks.json_lines import JsonLines
+from shardformer.training.hooks.experiment_trackers import JsonLines
 from shardformer.training.metrics_log import read_records
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs

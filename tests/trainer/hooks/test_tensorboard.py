@@ -10,7 +10,7 @@ import pytest
 
 from shardformer.errors import ConfigError
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.hooks.tensorboard import TensorBoard
+from shardformer.training.hooks.experiment_trackers import TensorBoard
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import gather_from_region, scatter_to_region
-from shardformer.comm.collectives import all_gather, broadcast, get_local_chunk
+from shardformer.comm.collectives import all_gather, broadcast, gather_from_region, get_local_chunk, scatter_to_region
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
@@ -18,7 +17,7 @@ from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
-from shardformer.tensor_parallel.grid.layers import GridRegion
+from shardformer.tensor_parallel.grid_layers import GridRegion
 from shardformer.tensor_parallel.linear_communication import ReplicatedRegion, TpRegion, apply_with_custom_backward
 from shardformer.tensor_parallel.sequence_parallel import (
     ActivationSharding,

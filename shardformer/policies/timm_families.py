@@ -11,7 +11,7 @@ from shardformer.errors import ConfigError
 from shardformer.module_paths import get_attribute_by_path, get_submodule_or_raise
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.convert_roles import LayerRoleConverter
-from shardformer.policies.models.swin import NO_SEQUENCE_PARALLEL
+from shardformer.policies.families import NO_SWIN_SEQUENCE_PARALLEL
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, LocalAttr
@@ -118,7 +118,7 @@ class TimmSwinPolicy(TimmPolicy):
     )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
-    no_sequence_parallel = NO_SEQUENCE_PARALLEL
+    no_sequence_parallel = NO_SWIN_SEQUENCE_PARALLEL
 
 
 class TimmSwinV2Policy(TimmSwinPolicy):

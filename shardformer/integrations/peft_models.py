@@ -15,9 +15,9 @@ from shardformer.comm.collective_call import run_and_compare_across_ranks, wait_
 from shardformer.comm.collectives import gather_full_tensor
 from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
-from shardformer.integrations.peft import shard_peft_model
-from shardformer.integrations.peft.shard_peft_model import has_default_forward, is_tuner_model, unwrap_peft_model
-from shardformer.integrations.peft.sharded_adapters import EMBEDDINGS
+from shardformer.integrations import shard_peft_model
+from shardformer.integrations.peft_adapters import EMBEDDINGS
+from shardformer.integrations.shard_peft_model import has_default_forward, is_tuner_model, unwrap_peft_model
 from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_metadata, get_sharded_module
 from shardformer.module_paths import get_parent_and_attribute_name

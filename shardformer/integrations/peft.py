@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.integrations.peft import shard_peft_model
-from shardformer.integrations.peft.models import add_and_shard_adapters, patch_peft_methods
-from shardformer.integrations.peft.shard_peft_model import has_adapters
+from shardformer.integrations import shard_peft_model
+from shardformer.integrations.peft_models import add_and_shard_adapters, patch_peft_methods
+from shardformer.integrations.shard_peft_model import has_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
 from shardformer.torch_patches import (
     Patch,
@@ -89,7 +89,7 @@ PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install_patch, ADAPTER_PATCH,
 def shard_model_with_adapters(
     model: nn.Module, shard_fn: Callable[..., Any], finish_fn: Callable[[nn.Module], object]
 ) -> tuple[nn.Module, Any]:
-    """Shard a model together with its PEFT adapters. See ``shardformer.integrations.peft.shard_peft_model``."""
+    """Shard a model together with its PEFT adapters. See ``shardformer.integrations.shard_peft_model``."""
     return shard_peft_model.shard_model_with_adapters(model, shard_fn, finish_fn, patch_peft_methods)
 
 

@@ -22,14 +22,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm import collectives
-from shardformer.comm.autograd_collectives import (
+from shardformer.comm.collectives import (
+    PendingCollective,
+    all_gather,
+    all_reduce,
     gather_from_region,
     gather_from_sp_region,
+    get_local_chunk,
     once_differentiable,
     reduce_from_tp_region,
+    reduce_scatter,
     reduce_scatter_to_sp_region,
 )
-from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, get_local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError
 from shardformer.kernels.fused_ops import rms_norm

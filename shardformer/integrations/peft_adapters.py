@@ -26,14 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import copy_to_tp_region, scatter_to_region
-from shardformer.comm.collectives import all_reduce
+from shardformer.comm.collectives import all_reduce, copy_to_tp_region, scatter_to_region
 from shardformer.context_parallel.sequence_layout import ContextParallelState, IndexShards
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import add_mixins
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.grid.layers import GridModule
+from shardformer.tensor_parallel.grid_layers import GridModule
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,

@@ -21,7 +21,7 @@ from shardformer.consistency.initial_weights import compute_model_fingerprint, s
 from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.integrations.peft.sharded_adapters import (
+from shardformer.integrations.peft_adapters import (
     EMBEDDINGS,
     AdapterDropout,
     detach_adapter,
@@ -38,11 +38,11 @@ from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     get_gradient_reduction,
     get_metadata,
+    group_overlapping_tensors,
     named_sharded_parameters,
 )
-from shardformer.layout.tied_tensors import group_overlapping_tensors
 from shardformer.mesh.parallel_context import Axis
-from shardformer.meta_init.materialization import has_deferred_weights, materialize_parameters, record_changes_if_lazy
+from shardformer.meta_init.lazy_init import has_deferred_weights, materialize_parameters, record_changes_if_lazy
 from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Row
