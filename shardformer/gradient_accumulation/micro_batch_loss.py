@@ -240,8 +240,8 @@ class MicroBatchLossScaler:
         loss_weight: micro-batch -> number of counted labels, which then weights its loss. No losses are recorded.
         label_transforms: label forms that earlier steps found, by index of the loss. New ones are added.
         data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
-            multiplied by the number of ranks, because gradients are averaged. Communicates one number per loss before
-            the first backward pass.
+            multiplied by the number of ranks, because gradients are averaged. Communicates two numbers per loss, and
+            two after the last loss, before the first backward pass.
         counts: whether to compute ``counted`` even for a single micro-batch.
     """
 
@@ -304,6 +304,16 @@ class MicroBatchLossScaler:
             return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         if self._is_full_batch:
             return loss
+        failed = True
+        try:
+            self._check_recorded_losses(micro_batch_index, loss)
+            failed = False
+        finally:
+            if micro_batch_index == self._first:  # a rank that fails, or calls fewer losses, informs the others
+                self._sum_over_data_ranks(math.nan if failed else 0.0, has_ended=True)
+        return loss.detach() if self._is_evaluation else loss
+
+    def _check_recorded_losses(self, micro_batch_index: int, loss: Tensor) -> None:
         forward = self._forwards.pop(micro_batch_index, _RecordedLosses())
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
@@ -322,7 +332,6 @@ class MicroBatchLossScaler:
                 "Call the same functions for all samples, or pass loss_weight.",
             )
         self._check_linear_combination(micro_batch_index, loss, forward)
-        return loss.detach() if self._is_evaluation else loss
 
     def run_deferred_checks(self) -> None:
         """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
@@ -414,18 +423,27 @@ class MicroBatchLossScaler:
             raise
         loss_counts.total = self._sum_over_data_ranks(sum(loss_counts.n_m))
 
-    def _sum_over_data_ranks(self, local_value: float) -> float:
+    def _sum_over_data_ranks(self, local_value: float, has_ended: bool = False) -> float:
+        """Sum a number of labels over the data ranks. ``has_ended`` means that this rank calls no further loss."""
         if self._data_axis is None:
             return local_value
         axis, device = self._data_axis
-        summed = all_reduce(torch.tensor(local_value, dtype=torch.float64, device=device), axis, purpose="loss")
-        total = float(summed) if has_data(summed) else local_value * axis.size
-        if math.isnan(local_value) or not math.isnan(total):
-            return total
-        raise InputError(
-            "Another data rank failed to count the labels of its loss.",
-            remedy="See the error in the log of that rank.",
+        summed = all_reduce(
+            torch.tensor([local_value, has_ended], dtype=torch.float64, device=device), axis, purpose="loss"
         )
+        total, num_ended = summed.tolist() if has_data(summed) else (local_value * axis.size, has_ended * axis.size)
+        if math.isnan(total) and not math.isnan(local_value):
+            raise InputError(
+                "Another data rank failed to count the labels of its loss.",
+                remedy="See the error in the log of that rank.",
+            )
+        if num_ended not in (0, axis.size) and not math.isnan(local_value):
+            raise make_unsupported_loss_error(
+                "The data ranks called different numbers of mean losses, such as a loss that the model computes only "
+                "if its batch has labels for a task.",
+                "Call the same loss functions on all data ranks, or pass loss_weight.",
+            )
+        return float(total)
 
     def _compute_micro_batch_weights(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]

@@ -38,6 +38,7 @@ from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     get_gradient_reduction,
     get_metadata,
+    group_overlapping_tensors,
     named_sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
@@ -249,13 +250,20 @@ def add_adapters(
     state = get_metadata(sharded_model)
     _check_adapter_supports_pipeline(model, state)
     inner_paths = {path: get_wrapped_module_path(path, wrapper) for path, wrapper in wrappers.items()}
-    for wrapper in wrappers.values():
+    for path, wrapper in wrappers.items():
         holder, name = find_innermost_wrapper(wrapper)
         holder._modules[name] = _WrappedModulePlaceholder()
+        is_copy = is_tuner_layer(wrapper) or "modules_to_save" in wrapper._modules
+        if state.context.pipe.size > 1 and not is_copy:  # it also refers to the wrapped module by another name
+            raise ConfigError(
+                f"A {type(wrapper).__name__} on {path} does not work with pipe={state.context.pipe.size}.",
+                remedy="Set pipe=1, or use an adapter on linear layers.",
+            )
     own = nn.ModuleList([*wrappers.values(), *_iter_modules_outside(model, sharded_model)])
     known = state.get_entries_by_param_id()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
     adapters = {"prompts": nn.ModuleList(_iter_modules_outside(model, sharded_model)), **wrappers}
+    _check_adapters_share_no_memory(adapters, state)
     run_and_compare_across_ranks(
         state.context, lambda: _get_adapter_fingerprint(adapters), lambda lines: lines, action="add these adapters"
     )
@@ -320,6 +328,19 @@ def _check_adapter_supports_pipeline(model: Any, metadata: ShardingMetadata) -> 
         raise ConfigError(
             f"PEFT's {kind} does not work with pipe={metadata.context.pipe.size}.",
             remedy="Set pipe=1, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
+        )
+
+
+def _check_adapters_share_no_memory(adapters: Mapping[str, nn.Module], metadata: ShardingMetadata) -> None:
+    """Raise ConfigError if sharding would separate adapters that share memory, such as tied ones."""
+    context = metadata.context
+    params = [(f"{path}.{name}", p) for path, adapter in adapters.items() for name, p in adapter.named_parameters()]
+    tied = next(iter(group_overlapping_tensors(params)), None)
+    if tied is not None and context.tensor.size * context.pipe.size > 1:
+        first, second, *_ = tied
+        raise ConfigError(
+            f"The adapters {first} and {second} share memory, which tensor and pipeline parallelism do not support.",
+            remedy="Create adapters that share no weights (PEFT's ensure_weight_tying=False), or use data parallelism.",
         )
 
 

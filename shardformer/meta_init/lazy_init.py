@@ -450,8 +450,8 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         empty.__dict__.update({name: value for name, value in vars(param).items() if name != VERSION})
         attach_deferred_storage(empty)
         memo[id(param)] = empty
-    for value in (value for module in model.modules() for value in vars(module).values()):
-        if isinstance(value, Tensor) and value.grad_fn is not None:  # set by torch.nn.utils.weight_norm and prune
+    for value in (value for module in model.modules() for value in tree_leaves(vars(module))):
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # set by weight_norm, prune and PEFT
             memo[id(value)] = value.detach().clone()
     with record_changes_if_lazy(model):
         return copy.deepcopy(model, memo)

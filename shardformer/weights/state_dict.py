@@ -170,7 +170,7 @@ def gather_state_dict(model: nn.Module, name_filter: Callable[[str], bool]) -> d
             entry = entries.get(id(value))
             if state.parameter_owner is not None and entry is not None:
                 state.parameter_owner.gather_group_of_param(value)
-            full = value.detach() if entry is None else gather_full_tensor(value, entry.spec, state.get_axis)
+            full = value.detach().clone() if entry is None else gather_full_tensor(value, entry.spec, state.get_axis)
             gathered[id(value)] = full.cpu()
         out[name] = gathered[id(value)]
     if state.parameter_owner is not None:

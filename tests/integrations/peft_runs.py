@@ -523,6 +523,9 @@ def call_on_sharded(context: ParallelContext, method: str, *args: Any) -> None:
     getattr(model if hasattr(type(model.base_model), method) else model.get_base_model(), method)(*args)
 
 
+TIED = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+
+
 def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     lora: dict[str, Any] = {"target_modules": ["q_proj"]}
@@ -551,6 +554,9 @@ def refusals() -> dict[str, str]:
             {"tensor": 2},
         ),
         "tokens": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, {"tensor": 2}),
+        "tokens and pipe": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, {"pipe": 2}),
+        "tied adapters": ("LoraConfig", TIED, {"model": "gemma"}, {"tensor": 2}),
+        "tied adapters and pipe": ("LoraConfig", TIED, {"model": "gemma"}, {"pipe": 2}),
         "saved in a block": ("LoraConfig", {**lora, "modules_to_save": ["up_proj"]}, {}, {"tensor": 2}),
         "fused bias": ("LoraConfig", {"target_modules": ["fc1"], "use_dora": True}, fused, {"tensor": 2}),
         "dropout": (

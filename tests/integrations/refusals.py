@@ -43,10 +43,20 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"boft": ("unknown layout",)},
         ),
         Refusal(
-            "`target_parameters` (experts of a mixture) and `trainable_token_indices` on a layer sharded by tensor "
-            "parallelism",
+            "`target_parameters` (experts of a mixture) on a layer sharded by tensor parallelism",
             "Each rank has only a slice of the weight. Use data parallelism, ZeRO or a pipeline",
-            {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
+            {"parameter": ("target_parameters",)},
+        ),
+        Refusal(
+            "`trainable_token_indices` on an embedding sharded by tensor parallelism, or with a `pipe` axis",
+            "Use data parallelism or ZeRO",
+            {"tokens": ("TrainableTokensWrapper",), "tokens and pipe": ("TrainableTokensWrapper", "pipe=2")},
+        ),
+        Refusal(
+            "tied adapters (`ensure_weight_tying=True`) and other adapters that share weights between layers, with a "
+            "`tensor` or `pipe` axis",
+            "Sharding would separate them. Use data parallelism",
+            {"tied adapters": ("share memory",), "tied adapters and pipe": ("share memory",)},
         ),
         Refusal(
             "`modules_to_save` with a linear layer inside an attention module or MLP, under tensor parallelism",

@@ -102,6 +102,30 @@ def test_rank_without_label_count_does_not_block_other_ranks() -> None:
         run(BATCHES, loss, micro_batches=2)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ranks_that_call_different_losses_raise(micro_batches: int) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        second = F.mse_loss(output[..., 0], batch["labels"].double()) if (batch["labels"] != -100).all() else 0.0
+        return mean_loss(output, batch) + second
+
+    with pytest.raises(ConfigError, match="The data ranks called different numbers of mean losses"):
+        run(BATCHES, loss, micro_batches=micro_batches)
+
+
+def test_all_ranks_raise_if_one_loss_is_no_sum_of_means() -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return mean_loss(output, batch) + (0.5 if (batch["labels"] != -100).all() else 0.0)
+
+    def step(context: ParallelContext) -> str:
+        pipeline = shardformer.Pipeline(shardformer.shard_model(ToyLM(), ToyPolicy(), context=context), loss_fn=loss)
+        with pytest.raises(ShardFormerError) as error:
+            pipeline.step(BATCHES[context.data.rank])
+        return str(error.value)
+
+    first, other = run_as_threads(step, data=2)
+    assert "The loss of micro-batch 0 is" in first and "Another data rank failed" in other
+
+
 def _over_a_grid() -> tuple[float, float]:
     torch.manual_seed(0)
     plain: nn.Module = SmallModelFactory("gpt2", changes={"n_layer": 4})().double()

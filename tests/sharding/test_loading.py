@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import shardformer
 from shardformer.errors import ConfigError
@@ -57,6 +58,18 @@ def test_state_dict_of_the_plain_model_is_sharded_on_load(family: str, sizes: di
         assert all(torch.equal(gathered[name], value) for name, value in full.items() if name in gathered)
 
     run_as_threads(do, **sizes)
+
+
+def test_full_state_dict_keeps_its_values_during_training() -> None:
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), context=context)
+        saved = shardformer.full_state_dict(model)
+        copied = copy.deepcopy(saved)
+        model(torch.randn(4, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert all(torch.equal(saved[name], value) for name, value in copied.items())
+
+    run_as_threads(do, data=2)
 
 
 def test_state_dict_of_a_rank_is_loaded_unchanged() -> None:
