@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -356,19 +357,17 @@ class Sharder:
                 f"Cannot shard {module_path}. {error.what}.", rule=error.rule, remedy=error.remedy
             ) from None
         except TypeError as error:
-            if "argument" not in str(error):
+            is_built_in = make.__module__.startswith("shardformer.")
+            if is_built_in and "argument" not in str(error):
                 raise
-            raise PolicyError(
-                f"{get_display_name(target)}.from_native_module cannot replace {module_path!r} with "
-                f"kwargs={replacement.kwargs}: {error}.",
-                remedy="Correct the kwargs in the policy.",
-            ) from error
+            raise _make_replacement_error(module_path, replacement, error, is_built_in) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
                 f"{get_display_name(target)}.from_native_module must return an nn.Module, but returned {new!r:.80} for "
                 f"{module_path!r}.",
                 remedy="Return the module that replaces the original module.",
             )
+        checks.check_buffers_are_full(module_path, module, new)
         return new
 
     def _get_sharding_axis(self, module_path: str, plan: ShardingPlan) -> Axis:
@@ -392,6 +391,23 @@ class Sharder:
             before = getattr(owner, name)
             setattr(owner, name, method.__get__(owner))
             self.state.record_replacement(path, before, method, kind="method")
+
+
+def _make_replacement_error(
+    module_path: str, replacement: SubModuleReplacementDescription, error: TypeError, is_built_in: bool
+) -> PolicyError:
+    """Return the error for a TypeError in ``from_native_module``, or in the call of it."""
+    what = f"{get_display_name(replacement.target_module)}.from_native_module cannot replace {module_path!r}"
+    _, *frames = traceback.extract_tb(error.__traceback__)
+    if frames and not is_built_in:
+        own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        place = f"{own.filename}:{own.lineno}"
+        return PolicyError(f"{what}: TypeError at {place}: {error}.", remedy=f"Correct the code at {place}.")
+    if replacement.kwargs:
+        return PolicyError(
+            f"{what} with kwargs={replacement.kwargs}: {error}.", remedy="Correct the kwargs in the policy."
+        )
+    return PolicyError(f"{what}: {error}.", remedy="Define from_native_module(module, process_group, **kwargs).")
 
 
 def _get_module_or_config_copy(model: nn.Module, attr_path: str) -> Any:

@@ -36,7 +36,7 @@ from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.meta_init.lazy_init import check_init_recipes, record_changes_if_lazy
-from shardformer.module_paths import LIBRARIES, find_model_configs
+from shardformer.module_paths import LIBRARIES, find_model_configs, join_path
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
@@ -361,6 +361,27 @@ def check_params_not_in_optimizer(
                     f"An optimizer already contains the parameter {name!r} of {model_name}, which sharding replaces.",
                     remedy="Shard the model first, then create the optimizer from model.parameters().",
                 )
+
+
+def check_buffers_are_full(module_path: str, original_module: nn.Module, new_module: nn.Module) -> None:
+    """Raise PolicyError if a buffer that is saved in the state dict is sharded by the replacement of its module."""
+    full, local = (
+        {
+            join_path(path, name): tuple(buffer.shape)
+            for path, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name not in owner._non_persistent_buffers_set
+        }
+        for module in (original_module, new_module)
+    )
+    for name in sorted(full.keys() & local.keys()):
+        if full[name] != local[name]:
+            raise PolicyError(
+                f"{type(new_module).__name__}, which replaces {module_path}, registers the buffer {name!r} with shape "
+                f"{local[name]} instead of {full[name]}, so state dicts would contain only a part of it.",
+                remedy="Register the full buffer, and select the local values in `forward`. Or pass persistent=False "
+                "to register_buffer.",
+            )
 
 
 def check_shard_layouts(model: nn.Module, coords: Coords) -> None:

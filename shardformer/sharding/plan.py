@@ -253,9 +253,14 @@ def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: B
     named = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
+        where = (
+            "`parameters`"
+            if block.arguments is None
+            else "`local_attrs` of the Attention, as 'heads', 'width' or 'inside'"
+        )
         raise PolicyError(
             f"The policy has no rule for the parameter {own[0]} of a tensor-parallel block.",
-            remedy="Add the parameter to `parameters`, move it into a submodule, or keep this block replicated.",
+            remedy=f"Add the parameter to {where}, move it into a submodule, or keep this block replicated.",
         )
     plan.blocks.append((module_path, block))
 

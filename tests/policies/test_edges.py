@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +19,23 @@ import shardformer
 from shardformer.comm.collectives import all_gather_objects, compute_numel_and_hash
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
+from shardformer.layout.shard_spec import Split
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import deadlock_detection, parallel_context
 from shardformer.mesh.init_distributed import launch_from_torch
-from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.policies import policy as policies
 from shardformer.policies.legacy import Argument, Col_Layer, ColumnParallelOrEmbedding, Row_Layer
 from shardformer.policies.legacy import Layer as ShardedLayer
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.sharding.checks import find_referenced_param_ids
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
@@ -548,6 +552,91 @@ class BadTarget(ToyPolicy):
 
 def test_target_that_returns_no_module_is_refused() -> None:
     refused(PolicyError, ToyLM, "from_native_module must return an nn.Module, but returned None", policy=BadTarget)
+
+
+class Gate(nn.Module):
+    """Multiplies each feature by a value from a table, which is a buffer of the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(1.0, HIDDEN + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.get_buffer("table")
+
+
+def with_gate() -> nn.Module:
+    model = ToyLM()
+    model.norm = nn.Sequential(Gate(), nn.LayerNorm(HIDDEN))
+    return model
+
+
+class FullGate(ParallelModule):
+    """Keeps the full table. The subclasses have the mistakes of a first own layer."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
+        new = cls(Axis.of(process_group))
+        new.register_buffer("table", cls.select(module.get_buffer("table"), new.axis))
+        return new
+
+    @classmethod
+    def select(cls, table: Tensor, axis: Axis) -> Tensor:
+        return table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.get_buffer("table")
+
+
+class SlicedGate(FullGate):
+    @classmethod
+    def select(cls, table: Tensor, axis: Axis) -> Tensor:
+        return table[Split.even(len(table), axis.size).indices(axis.rank)]
+
+
+class GateWithTypeError(FullGate):
+    @classmethod
+    def select(cls, table: Tensor, axis: Axis) -> Tensor:
+        Split.fused([len(table)], axis.size, axes=("tensor",))  # type: ignore[call-arg]  # wrong on purpose
+        return table
+
+
+class GateWithoutGroup(FullGate):
+    @classmethod
+    def from_native_module(cls, module: nn.Module) -> nn.Module:  # type: ignore[override]  # wrong on purpose
+        return cls()
+
+
+def policy_with_gate(target: type[nn.Module], suffix: str = "norm.0", **kwargs: Any) -> type[Policy]:
+    class GatePolicy(Policy):
+        def module_policy(self) -> Any:
+            sub = SubModuleReplacementDescription(suffix, target, kwargs or None)
+            return {"ToyLM": ModulePolicyDescription(sub_module_replacement=[sub])}
+
+    return GatePolicy
+
+
+def test_persistent_buffer_must_be_full() -> None:
+    """Otherwise, the state dict would contain only this rank's values."""
+    sharded(with_gate, policy_with_gate(FullGate))
+    words = ("norm.0", "'table'", "(15,)", "(30,)", "Register the full buffer", "persistent=False")
+    refused(PolicyError, with_gate, *words, policy=policy_with_gate(SlicedGate))
+
+
+def test_type_error_of_an_own_layer_names_its_cause() -> None:
+    def message(target: type[nn.Module], suffix: str = "norm.0", **kwargs: Any) -> str:
+        with pytest.raises(PolicyError) as caught:
+            sharded(with_gate, policy_with_gate(target, suffix, **kwargs))
+        return str(caught.value)
+
+    for kwargs in ({}, {"unused": 1}):
+        of_code = message(GateWithTypeError, **kwargs)
+        line = inspect.getsourcelines(GateWithTypeError.select)[1] + 2
+        assert f"TypeError at {Path(__file__)}:{line}: " in of_code and "unexpected keyword argument 'axes'" in of_code
+        assert "kwargs" not in of_code
+    assert "from_native_module(module, process_group, **kwargs)" in message(GateWithoutGroup)
+    assert "Correct the kwargs" in message(GateWithoutGroup, factor=2)
+    assert "Correct the kwargs" in message(Linear1D_Col, "head", gather=True)
 
 
 def test_registered_policy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,9 @@ def test_direct_parameter_of_a_block_entry_is_refused() -> None:
     model: Any = ToyLM()
     model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())
     refused(ToyPolicy(), "layers.0.mlp.scale", "move it into a submodule", model=model)
+    model = ToyLM()
+    model.layers[0].attn.scale = nn.Parameter(model.norm.weight.detach().clone())
+    refused(ToyPolicy(), "layers.0.attn.scale", "`local_attrs` of the Attention", "'inside'", model=model)
 
 
 # -------------------------------------------------------------------------------------------------------- roles' tables
