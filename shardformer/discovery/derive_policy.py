@@ -286,9 +286,8 @@ def derive_policy_from_forward(
         blocks, replicated = _find_shardable_blocks(cache, ranks, draft)
         vocabulary = _find_vocab_module_paths(model)
         if blocks and cache.find_failure(_build_policy_class(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            if (
-                failure := cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
-            ) is not None:
+            failure = cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
+            if failure is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_policy_class(model, blocks, vocabulary)
