@@ -119,11 +119,22 @@ def test_the_architecture_page_names_existing_modules() -> None:
     assert {name for name in named if not any((place / name).exists() for place in places)} == set()
 
 
-def test_the_architecture_page_runs() -> None:
+def _run_architecture_block() -> tuple[str, float]:
+    """Return the activation layout, and the largest difference of a gradient from that of the full sequence."""
     (block,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, "architecture.md", "exec"), names)
-    assert str(names["config"].resolve_activation_layout()) == "sequence over sequence (zigzag, from the inputs on)"
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    plain.load_state_dict(names["model"].state_dict())
+    plain(names["x"]).square().mean().backward()
+    pairs = zip(plain.parameters(), names["model"].parameters(), strict=True)
+    difference = max(float((p.grad - sharded.grad).abs().max()) for p, sharded in pairs)
+    return str(names["config"].resolve_activation_layout()), difference
+
+
+def test_the_architecture_page_runs(pool2: WorkerPool) -> None:
+    for layout, difference in pool2.run(_run_architecture_block):
+        assert layout == "sequence over sequence (zigzag, from the inputs on)" and difference < 1e-6
 
 
 def test_the_architecture_page_lists_every_package() -> None:

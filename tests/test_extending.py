@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_page_has_these_files() -> None:
-    layer = ["plain.py", "parallel.py", "check_layer.py", "count_collectives.py"]
+    layer = ["plain.py", "parallel.py", "check_layer.py", "lookup.py", "count_collectives.py"]
     assert list(FILES) == [*layer, "optimizer.py", "train_with_optimizer.py"]
 
 
@@ -75,6 +75,27 @@ def test_the_parallel_layer_is_sharded_over_threads(folder: Path) -> None:
         return len(model.up.weight), recorder.count("all_reduce")
 
     assert run_as_threads(step, tensor=2) == [(32, 2), (32, 2)]
+
+
+def test_the_lookup_table_equals_the_plain_table(folder: Path) -> None:
+    """23 rows over three ranks."""
+    plain = torch.nn.Embedding(23, 4)
+    ids = torch.randint(23, (2, 40))
+    expected = plain(ids)
+    expected.square().sum().backward()
+    assert plain.weight.grad is not None
+
+    def step(context: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
+        table = importlib.import_module("lookup").ParallelLookup.from_native_module(plain, context.tensor)
+        out = table(ids)
+        out.square().sum().backward()
+        return out.detach(), table.weight.grad
+
+    outputs, gradients = zip(*run_as_threads(step, tensor=3), strict=True)
+    assert [len(part) for part in gradients] == [8, 8, 7]
+    torch.testing.assert_close(torch.cat(gradients), plain.weight.grad)
+    for out in outputs:
+        torch.testing.assert_close(out, expected.detach())
 
 
 def test_a_layer_that_receives_a_process_group_instead_of_an_axis_is_refused(pool2: WorkerPool, folder: Path) -> None:

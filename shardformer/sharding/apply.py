@@ -400,8 +400,7 @@ def _make_replacement_error(
     what = f"{get_display_name(replacement.target_module)}.from_native_module cannot replace {module_path!r}"
     _, *frames = traceback.extract_tb(error.__traceback__)
     if frames and not is_built_in:
-        own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-        place = f"{own.filename}:{own.lineno}"
+        place = [f"{each.filename}:{each.lineno}" for each in frames if each.filename == frames[0].filename][-1]
         return PolicyError(f"{what}: TypeError at {place}: {error}.", remedy=f"Correct the code at {place}.")
     if replacement.kwargs:
         return PolicyError(

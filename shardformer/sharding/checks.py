@@ -36,7 +36,7 @@ from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.meta_init.lazy_init import check_init_recipes, record_changes_if_lazy
-from shardformer.module_paths import LIBRARIES, find_model_configs, join_path
+from shardformer.module_paths import LIBRARIES, find_model_configs, get_parent_and_attribute_name
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
@@ -365,20 +365,16 @@ def check_params_not_in_optimizer(
 
 def check_buffers_are_full(module_path: str, original_module: nn.Module, new_module: nn.Module) -> None:
     """Raise PolicyError if a buffer that is saved in the state dict is sharded by the replacement of its module."""
-    full, local = (
-        {
-            join_path(path, name): tuple(buffer.shape)
-            for path, owner in module.named_modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and name not in owner._non_persistent_buffers_set
-        }
-        for module in (original_module, new_module)
-    )
-    for name in sorted(full.keys() & local.keys()):
-        if full[name] != local[name]:
+    local = dict(new_module.named_buffers())
+    for name, full in original_module.named_buffers():
+        if name not in local or local[name].shape == full.shape:
+            continue
+        owner, attribute = get_parent_and_attribute_name(new_module, name)
+        if attribute not in owner._non_persistent_buffers_set:
+            shapes = f"{tuple(local[name].shape)} instead of {tuple(full.shape)}"
             raise PolicyError(
                 f"{type(new_module).__name__}, which replaces {module_path}, registers the buffer {name!r} with shape "
-                f"{local[name]} instead of {full[name]}, so state dicts would contain only a part of it.",
+                f"{shapes}, so state dicts would contain only a part of it.",
                 remedy="Register the full buffer, and select the local values in `forward`. Or pass persistent=False "
                 "to register_buffer.",
             )
