@@ -114,7 +114,7 @@ class ModulePolicyDescription:
         method_replacement: method name -> function that replaces it.
         blocks: replaced linear layers that share one entry and one exit.
         parameters: direct parameter or buffer -> dim -> split. An empty dict keeps it replicated and sums its
-            gradient over the ranks, for a parameter that is read inside a block.
+            gradient over the ranks, for a parameter inside the ``entry`` of a block. Elsewhere, it has no effect.
     """
 
     attribute_replacement: dict[str, Any] | None = None
