@@ -22,8 +22,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer, lr_scheduler
 
 from shardformer.errors import (
     ConfigError,
@@ -321,6 +320,20 @@ def count_steps_per_epoch(config: TrainConfig, training_data: TrainingData) -> i
     samples, size = training_data.num_samples, config.data.batch_size
     assert samples is not None  # a stream requires training.steps
     return samples // size if config.data.drop_last else -(-samples // size)
+
+
+class LambdaLR(lr_scheduler.LambdaLR):
+    """The scheduler of a run. After the warm-up of a constant schedule, it keeps rates that a hook has changed.
+
+    It has the name of its base class, because a checkpoint stores the name, and earlier checkpoints must load.
+    """
+
+    lr_lambdas: list[Any]
+
+    def get_lr(self) -> list[Any]:
+        options, num_warmup_steps, *_ = self.lr_lambdas[0].args
+        is_kept = options.name == "constant" and self.last_epoch >= max(num_warmup_steps, 1)
+        return [group["lr"] for group in self.optimizer.param_groups] if is_kept else super().get_lr()
 
 
 def build_scheduler_factory(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
