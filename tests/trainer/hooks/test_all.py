@@ -93,6 +93,21 @@ def test_the_state_of_a_hook_is_the_same_on_all_ranks(
     assert first == decode_json_value(CheckpointIndex.read(saved).values["extra"])["user"]["hooks"][name]
 
 
+def test_a_state_of_an_own_hook_that_differs_between_ranks_warns(tmp_path: Path) -> None:
+    class Own(Hook):
+        def setup(self, trainer: Trainer) -> None:
+            self.rank = trainer.engine.world.rank
+
+        def state(self) -> Any:
+            return {"rank": self.rank}
+
+    def run(context: ParallelContext) -> None:
+        Trainer(engine_of(context), [Own(), hooks.JsonLines(tmp_path), hooks.Checkpoint(tmp_path / "c")]).fit(steps=1)
+
+    with pytest.warns(UserWarning, match=r"\['Own'\]\['rank'\] differs between ranks"):
+        run_as_threads(run, data=2)
+
+
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_receives_the_name_of_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name.lower(), tracker := _Tracker(name.lower()))
