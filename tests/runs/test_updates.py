@@ -188,9 +188,9 @@ def test_an_own_optimizer_has_the_groups_of_a_known_one(
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    options = {"name": f"{module.format(folder=tmp_path)}:AdamW", "betas": [0.8, 0.9]}
-    own = build_optimizer_factory(OptimizerOptions(**options))(model)(list(model.parameters()))
-    known = build_optimizer_factory(OptimizerOptions(betas=[0.8, 0.9]))(model)(list(model.parameters()))
+    name, options = f"{module.format(folder=tmp_path)}:AdamW", dict[str, Any](betas=[0.8, 0.9])
+    own = build_optimizer_factory(OptimizerOptions(name=name, **options))(model)(list(model.parameters()))
+    known = build_optimizer_factory(OptimizerOptions(**options))(model)(list(model.parameters()))
     assert isinstance(own, torch.optim.AdamW)
     assert [{**group, "params": list(map(id, group["params"]))} for group in own.param_groups] == [
         {**group, "params": list(map(id, group["params"]))} for group in known.param_groups

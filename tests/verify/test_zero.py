@@ -162,8 +162,9 @@ def test_an_own_optimizer_is_created_by_its_class_or_function(own: Any) -> None:
 
 
 def test_a_function_that_returns_no_optimizer_raises() -> None:
+    returns_list: Any = list
     with pytest.raises(ConfigError, match="returned a list instead of an optimizer"):
-        make_verify_optimizers(nn.Linear(2, 2).parameters(), VerifyTraining(1, list))
+        make_verify_optimizers(nn.Linear(2, 2).parameters(), VerifyTraining(1, returns_list))
 
 
 @pytest.mark.full

@@ -70,8 +70,9 @@ def _make_hook(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Hook
     if name in TRACKERS:
         monkeypatch.setitem(sys.modules, name.lower(), _Tracker(name.lower()))
     if name in ("Wandb", *OF_A_FOLDER):
-        return OF_A_FOLDER.get(name, getattr(hooks, name))(str(folder / name))
-    return OF_ARGUMENTS.get(name, getattr(hooks, name))()
+        hook: Hook = OF_A_FOLDER.get(name, getattr(hooks, name))(str(folder / name))
+        return hook
+    return OF_ARGUMENTS.get(name, getattr(hooks, name))()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,9 @@ def test_the_state_of_a_hook_is_the_same_on_all_ranks(
     """Saving a state that differs between ranks would warn, and a warning is an error here."""
 
     def run(context: ParallelContext) -> Any:
-        hook = made[context.world.rank]
-        Trainer(engine_of(context), [hook, hooks.Checkpoint(tmp_path / "c")]).fit(steps=3, validation=pairs(4))
+        engine = engine_of(context)
+        hook = made[engine.world.rank]
+        Trainer(engine, [hook, hooks.Checkpoint(tmp_path / "c")]).fit(steps=3, validation=pairs(4))
         return hook.state()
 
     made = [_make_hook(name, tmp_path, monkeypatch) for _ in range(2)]
