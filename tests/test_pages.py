@@ -59,6 +59,20 @@ def test_the_trainer_page_runs(
     assert (tmp_path / "run" / "records.jsonl").is_file()
 
 
+def test_the_learning_rate_hook_of_the_trainer_page_applies_to_the_rest_of_a_run() -> None:
+    class Record(shardformer.hooks.Hook):
+        def before_step(self, trainer: Any) -> None:
+            rates.append(trainer.engine.optimizer.param_groups[0]["lr"])
+
+    names, rates = small(), list[float]()
+    parts = {"train_data": names["data"], "batch_size": 8, "scheduler": names["scheduler"]}
+    engine = shardformer.initialize(names["model"], names["optimizer"], **parts)
+    (block,) = (block for block in blocks("training.md", "python") if "HalveLearningRate" in block)
+    exec(compile(block, "training.md", "exec"), names)
+    shardformer.Trainer(engine, [names["HalveLearningRate"](2), Record()]).fit(steps=5)
+    assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 5e-4]
+
+
 def test_the_trainer_page_lists_every_event() -> None:
     from shardformer.training.hook import HOOK_METHODS
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 import json
 import math
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +20,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer, lr_scheduler
 
 from shardformer.errors import (
     ConfigError,
@@ -68,23 +65,22 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
-    if optimizer_options.name not in known:
+    if ":" in optimizer_options.name:
+        kind = import_user_class(optimizer_options.name, Optimizer, "optimizer.name")
+    elif optimizer_options.name in known:
+        kind = known[optimizer_options.name]
+    else:
         names = ", ".join(PACKAGE_OPTIMIZERS)
         raise ConfigError(
             f"optimizer.name must be a class of torch.optim or one of {names}, but got {optimizer_options.name!r}.",
+            rule='To use your own optimizer, specify its file and class, as in "my_optimizers.py:MyOptimizer".',
             remedy=suggest_similar_names(optimizer_options.name, known),
         )
-    kind = known[optimizer_options.name]
     extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (optimizer_options.model_extra or {}).items()}
     arguments = {"lr": optimizer_options.lr, **extra}
-    check_constructor_arguments(kind, arguments, "optimizer", ignored_names=("params",))
-    default = inspect.signature(kind).parameters.get(WEIGHT_DECAY)
-    has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
-    if optimizer_options.decay_biases_and_norms and not has_decay:
-        raise ConfigError(
-            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no weight decay.",
-            remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
-        )
+    parameters = inspect.signature(kind).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        check_constructor_arguments(kind, arguments, "optimizer", ignored_names=list(parameters)[:1])
 
     def create_optimizer(
         group_fn: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]
@@ -93,13 +89,16 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
         try:
             return kind(groups, **arguments)
         except Exception as error:  # classes raise different errors
-            shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
-            raise ConfigError(
-                f"{kind.__name__} does not accept {shown}: {get_first_message_line(error)}.",
-                remedy="Correct these values in [optimizer].",
-            ) from error
+            raise _make_optimizer_error(kind, arguments, error) from error
 
-    create_optimizer(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
+    # raises for invalid values before anything is loaded
+    probe = create_optimizer(list, [nn.Parameter(torch.zeros(1))])
+    has_decay = bool(probe.param_groups[0].get(WEIGHT_DECAY))
+    if optimizer_options.decay_biases_and_norms and not has_decay:
+        raise ConfigError(
+            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no weight decay.",
+            remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
+        )
     is_grouped = (
         (has_decay and not optimizer_options.decay_biases_and_norms)
         or optimizer_options.lr_factors
@@ -107,6 +106,23 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
     )
     return lambda model: partial(
         create_optimizer, _make_param_group_fn(optimizer_options, model, has_decay) if is_grouped else list
+    )
+
+
+def _make_optimizer_error(kind: Any, arguments: Mapping[str, Any], exception: Exception) -> ConfigError:
+    """Make an error for an optimizer that does not accept its arguments, or only some parameters, such as matrices."""
+    reason = get_first_message_line(exception)
+    try:
+        kind([nn.Parameter(torch.zeros(2, 2))], **arguments)
+    except Exception:  # classes raise different errors
+        shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+        return ConfigError(
+            f"{kind.__name__} does not accept {shown}: {reason}.", remedy="Correct these values in [optimizer]."
+        )
+    return ConfigError(
+        f"{kind.__name__} does not accept all parameters of a model: {reason}.",
+        remedy="Use another optimizer. Or write a script with a second optimizer for the other parameters "
+        "(docs/memory.md).",
     )
 
 
@@ -323,6 +339,20 @@ def count_steps_per_epoch(config: TrainConfig, training_data: TrainingData) -> i
     return samples // size if config.data.drop_last else -(-samples // size)
 
 
+class LambdaLR(lr_scheduler.LambdaLR):
+    """The scheduler of a run. After the warm-up of a constant schedule, it keeps rates that a hook has changed.
+
+    It has the name of its base class, because a checkpoint stores the name, and earlier checkpoints must load.
+    """
+
+    lr_lambdas: list[Any]
+
+    def get_lr(self) -> list[Any]:
+        options, num_warmup_steps, *_ = self.lr_lambdas[0].args
+        is_kept = options.name == "constant" and self.last_epoch >= max(num_warmup_steps, 1)
+        return [group["lr"] for group in self.optimizer.param_groups] if is_kept else super().get_lr()
+
+
 def build_scheduler_factory(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=make_lr_lambda(schedule_options, num_steps))
@@ -468,44 +498,27 @@ def _validate_argument_types(hook_class: Any, hook_kwargs: dict[str, Any], confi
 def _find_hook_class(hook_name: str) -> Any:
     if hook_name in KNOWN_HOOKS:
         return KNOWN_HOOKS[hook_name]
-    file, colon, attribute = hook_name.rpartition(":")
-    if not colon:
+    if ":" not in hook_name:
         raise ConfigError(
             f"There is no hook called {hook_name!r}.",
             rule='To use your own hook, specify its file and class, as in "my_hooks.py:MyHook".',
             remedy=suggest_config_key(hook_name, KNOWN_HOOKS),
         )
-    found = getattr(_import_hook_file(file, hook_name), attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Hook)):
+    return import_user_class(hook_name, Hook, f"hooks.{hook_name!r}")
+
+
+def import_user_class(class_path: str, base_class: type, config_key: str) -> Any:
+    """Import a subclass of ``base_class`` that a configuration specifies as file.py:Class or package.module:Class."""
+    from shardformer.verify.model_source import import_module_or_file  # takes 0.6 s
+
+    module, _, class_name = class_path.rpartition(":")
+    found = getattr(import_module_or_file(os.path.expanduser(module)), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base_class)):
         raise ConfigError(
-            f"{file} contains no subclass of Hook called {attribute!r}.",
-            remedy=f"Correct the class name in hooks.{hook_name!r}.",
+            f"{module} contains no subclass of {base_class.__name__} called {class_name!r}.",
+            remedy=f"Correct the class name in {config_key}.",
         )
     return found
-
-
-def _import_hook_file(file_path: str, hook_name: str) -> Any:
-    file_path = os.path.expanduser(file_path)
-    spec = (
-        importlib.util.spec_from_file_location(Path(file_path).stem, file_path) if Path(file_path).is_file() else None
-    )
-    if spec is None or spec.loader is None:
-        raise ConfigError(
-            f"The file {file_path!r} in hooks.{hook_name!r} does not exist.",
-            remedy='Correct the path. A hook has the form "my_hooks.py:MyHook".',
-        )
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
-        where = f" in line {lines[-1]}" if lines else ""
-        reason = get_first_message_line(error)
-        raise ConfigError(
-            f"Importing {file_path} raised {type(error).__name__}{where}: {reason}.",
-            remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
-        ) from error
-    return module
 
 
 AUTO_CLASSES = {

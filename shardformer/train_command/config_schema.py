@@ -177,7 +177,11 @@ class OptimizerOptions(ConfigSection):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _make_field("A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`.", "AdamW")
+    name: str = _make_field(
+        "A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`. To use your own class, specify its file or "
+        "module: `my_optimizers.py:MyOptimizer` or `package.module:MyOptimizer`.",
+        "AdamW",
+    )
     lr: float = _make_field("The learning rate.", 1e-4, gt=0)
     decay_biases_and_norms: bool = _make_field("Also apply `weight_decay` to biases and normalization weights.", False)
     lr_factors: dict[str, float] = _make_field(
@@ -265,8 +269,8 @@ class TrainConfig(ConfigSection):
     lora: LoraOptions | None = None
     hooks: dict[str, bool | dict[str, Any]] = _make_field(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
-        "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
-        '`"my_hooks.py:MyHook" = true`.',
+        "`checkpoint` are enabled by default. To add your own hook, specify its file or module, "
+        'and its class: `"my_hooks.py:MyHook" = true` or `"package.module:MyHook" = true`.',
         {},
     )
 

@@ -98,6 +98,9 @@ class Hook:
     The base class types ``trainer`` as Any, so that a subclass may annotate it as ``shardformer.Trainer``.
     """
 
+    uses_first_rank_state = False
+    """Whether ``state`` may differ between ranks, because only the first rank uses it. Otherwise, saving warns."""
+
     def setup(self, trainer: Any) -> None:
         """Called at the start of ``fit``, before all other hook methods. ``Checkpoint`` loads a checkpoint here."""
 
@@ -162,6 +165,6 @@ class Hook:
         """Restore the hook from the values that ``state`` returned when the checkpoint was saved."""
 
 
-_OTHERS = ("on_validation_batch", "state", "load_state")
+_OTHERS = ("on_validation_batch", "state", "load_state", "uses_first_rank_state")
 HOOK_METHODS = tuple(name for name in vars(Hook) if not name.startswith("_") and name not in _OTHERS)
 """Events in their order. A pipeline interleaves forward and backward passes, so there is no event between them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import LoadedCheckpoint
+from shardformer.comm.collectives import broadcast_object
 from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import ensure_training_mode, get_training_modes, set_training_modes
@@ -370,7 +371,11 @@ class Trainer:
 
     def _get_save_kwargs(self) -> dict[str, Any]:
         """Return the arguments for ``engine.save``: the hook states and the position in the training data."""
-        states = {name: hook.state() for name, hook in self._get_hooks_by_name().items()}
+        hooks = self._get_hooks_by_name()
+        states = {name: hook.state() for name, hook in hooks.items()}
+        of_first = {name: states[name] for name, hook in hooks.items() if hook.uses_first_rank_state}
+        if of_first:
+            states |= broadcast_object(of_first, self.engine.world)
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:

@@ -284,7 +284,7 @@ def _import_by_name(module_name: str) -> ModuleType:
         directory = str(Path.cwd())
         raise ConfigError(
             f"The module {module_name!r} was not found in {directory!r} or in the installed packages ({error}).",
-            remedy="Correct the name, or pass a file and a function, such as path/to/file.py:function.",
+            remedy="Correct the name, or pass a file and a name in it, such as path/to/file.py:name.",
         ) from error
 
 
@@ -315,9 +315,10 @@ def _stdin_from_devnull() -> Iterator[None]:
             sys.stdin = before
 
 
-def _format_error_with_location(exception: BaseException) -> str:
-    """Format an exception of user code with its class, message and line number."""
-    frames = traceback.extract_tb(exception.__traceback__)
+def _format_error_with_location(exception: BaseException, file_path: str = "") -> str:
+    """Format an exception of user code with its class, message and line number, in ``file_path`` if it occurs there."""
+    all_frames = traceback.extract_tb(exception.__traceback__)
+    frames = [frame for frame in all_frames if frame.filename == os.path.abspath(file_path)] or all_frames
     line = getattr(exception, "lineno", None) or (frames[-1].lineno if frames else None)
     kind = (
         f"the code exits the process: {type(exception).__name__}"
@@ -328,7 +329,7 @@ def _format_error_with_location(exception: BaseException) -> str:
 
 
 def _make_import_error(module_name: str, exception: BaseException) -> ConfigError:
-    reason = _format_error_with_location(exception)
+    reason = _format_error_with_location(exception, module_name)
     return ConfigError(
         f"The module {module_name!r} cannot be imported: {reason}.",
         remedy=f"Fix the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
@@ -339,7 +340,7 @@ def _import_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
-            f"There is no Python file '{path}'.", remedy="Pass the path of a file, such as path/to/file.py:function."
+            f"There is no Python file '{path}'.", remedy="Pass the path of a file, such as path/to/file.py:name."
         )
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):

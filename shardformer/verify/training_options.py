@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,9 @@ class VerifyTraining:
     Args:
         zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
         optimizer: with a ZeRO stage, the name of an optimizer of torch.optim, or LAMB or LARS. Muon updates the
-            matrices, and AdamW the other parameters. Adaptive optimizers are compared with a tolerance of 1e-4.
+            matrices, and AdamW the other parameters. Adaptive optimizers are compared with a tolerance of 1e-4. Or a
+            class or function that creates an optimizer from a list of parameters, with this tolerance. It must be
+            picklable, such as a function at the top level of a module.
         average_loss_over: the reference loss with data parallelism. "tokens": the loss of the full batch. "ranks": the
             mean of the losses of the data-parallel ranks, as ``loss.backward()`` and DDP compute it. The two losses
             differ if shards have different numbers of labels, or if the loss is not a mean over samples (for example a
@@ -60,7 +63,7 @@ class VerifyTraining:
     """
 
     zero_stage: int | None = None
-    optimizer: str = "SGD"
+    optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "SGD"
     average_loss_over: str | None = None
     precision: str = "fp32"
     offload: str | None = None
@@ -79,8 +82,11 @@ class VerifyTraining:
                 f"frozen={self.frozen_pattern!r} is not a valid regular expression: {error}.",
                 remedy="Use an expression that matches full parameter names, such as embeddings.*.",
             ) from error
-        rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
-        check_choice("optimizer", self.optimizer, _get_optimizer_classes(), rule)
+        if callable(self.optimizer):
+            _check_picklable(self.optimizer)
+        else:
+            rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
+            check_choice("optimizer", self.optimizer, _get_optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -145,7 +151,30 @@ class VerifyTraining:
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
         more += [f"{n} backward passes a step"] if (n := self.gradient_accumulation_steps) > 1 else []
-        return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
+        name = (
+            self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "own optimizer")
+        )
+        return ", ".join([f"ZeRO stage {self.zero_stage}, {name}", *more])
+
+
+def _check_picklable(make_optimizer: Any) -> None:
+    try:
+        pickle.dumps(make_optimizer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"optimizer={make_optimizer!r} cannot be pickled for the worker processes: {error}.",
+            remedy="Pass a class or function that is defined at the top level of a module.",
+        ) from error
+
+
+def _make_own_optimizer(make_optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
+    found = make_optimizer(params)
+    if not isinstance(found, Optimizer):
+        raise ConfigError(
+            f"optimizer={make_optimizer!r} returned a {type(found).__name__} instead of an optimizer.",
+            remedy="Pass a class or function that creates a torch.optim.Optimizer from a list of parameters.",
+        )
+    return found
 
 
 def _get_optimizer_classes() -> dict[str, Any]:
@@ -187,6 +216,8 @@ def make_verify_optimizers(params: Iterable[nn.Parameter], training_options: Ver
     trainable = [p for p in params if p.requires_grad]
     if training_options.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
+    if callable(training_options.optimizer):
+        return [_make_own_optimizer(training_options.optimizer, trainable)]
     kind, rate = (
         _get_optimizer_classes()[training_options.optimizer],
         LEARNING_RATE if not training_options.has_adaptive_optimizer else LEARNING_RATE / 50,

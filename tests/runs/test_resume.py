@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardformer.checkpoint.file_format import CheckpointIndex
 from shardformer.errors import ConfigError
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.run import run_training
@@ -71,6 +72,24 @@ def test_a_schedule_with_equal_rates_resumes(tmp_path: Path) -> None:
     longer = run(tmp_path, 5, schedule={"warmup": 0.25})
     run_training(longer)
     assert rates(longer) == [1.0] * 5
+
+
+def test_a_rate_that_a_hook_changes_applies_to_the_rest_of_a_constant_schedule(tmp_path: Path) -> None:
+    (tmp_path / "rate.py").write_text(
+        "import shardformer\n"
+        "class Rate(shardformer.hooks.Hook):\n"
+        "    def after_step(self, trainer):\n"
+        "        if trainer.step == 3:\n"
+        "            for group in trainer.engine.optimizers[0].param_groups: group['lr'] *= 0.5\n",
+        encoding="utf-8",
+    )
+    made = run(tmp_path, 7, schedule={"warmup": 2})
+    made = made.model_copy(update={"hooks": {**made.hooks, f"{tmp_path}/rate.py:Rate": True}})
+    stop_behind(made, 5)
+    run_training(made)
+    assert rates(made) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    checkpoint = CheckpointIndex.read(made.output_folder / "checkpoints" / "step-00000007")
+    assert [each["kind"] for each in checkpoint.values["scheduler"]] == ["LambdaLR"]  # as in earlier checkpoints
 
 
 def test_more_epochs_are_another_length(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def test_hooks_are_created_with_their_arguments(tmp_path: Path) -> None:
     hooks: dict[str, Any] = {"metrics": {"names": ["perplexity"]}}
     hooks |= {
         f"{tmp_path}/mine.py:Stops": {"at": 2},
+        "shardformer.hooks:GradientMonitor": {"patience": 5},
         "checkpoint": {"every_steps": 1, "retention": None},
         "progress": False,
     }
@@ -215,8 +216,13 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
     [
         ({"hooks": {"progres": True}}, r"no hook called 'progres'.*Did you mean 'progress'"),
         ({"hooks": {"checkpoint": {"every": 3}}}, r"hooks.checkpoint.every = 3.*Did you mean"),
-        ({"hooks": {"nothing.py:Hook": True}}, r"'nothing.py' .* does not exist"),
+        ({"hooks": {"nothing.py:Hook": True}}, r"no Python file 'nothing.py'"),
         ({"optimizer": {"name": "Adamw"}}, r"optimizer.name must be .* 'Adamw'.*Did you mean 'AdamW'"),
+        ({"optimizer": {"name": "Muon"}}, r"Muon does not accept all parameters of a model.*2D.*docs/memory.md"),
+        ({"optimizer": {"name": "Muon", "weight_decay": -1}}, r"Muon does not accept lr = 0.01, weight_decay = -1"),
+        ({"optimizer": {"name": "nothing.py:Lion"}}, r"no Python file 'nothing.py'"),
+        ({"optimizer": {"name": "no_package.optim:Lion"}}, r"The module 'no_package.optim' was not found"),
+        ({"optimizer": {"name": "torch.nn:Linear"}}, r"torch.nn contains no subclass of Optimizer called 'Linear'"),
         ({"optimizer": {"weight_decy": 0.1}}, r"optimizer.weight_decy = 0.1.*Did you mean 'weight_decay'"),
         ({"optimizer": {"betas": 3}}, r"AdamW does not accept"),
         ({"optimizer": {"betas": [0.9]}}, r"AdamW does not accept lr = 0.01, betas = \(0.9,\)"),
@@ -261,7 +267,8 @@ def test_a_hook_file_that_fails_raises_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import shardformer\nimport nothing_of_that_name\n", encoding="utf-8")
     hooks = {f"{tmp_path}/mine.py:Mine": True}
     with pytest.raises(
-        ConfigError, match=r"mine.py raised ModuleNotFoundError in line 2: No module named 'nothing_of_that"
+        ConfigError,
+        match=r"mine.py' cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name' \(line 2\)",
     ):
         run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))
 

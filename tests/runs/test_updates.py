@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,24 @@ def test_rates_by_layer_are_equal_under_every_layout(
     alone = losses_of(made("alone"))
     for losses in pool2.run(losses_of, made("split", parallel=parallel)):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("module", ["{folder}/own_optimizers.py", "own_optimizers", "torch.optim"])
+def test_an_own_optimizer_has_the_groups_of_a_known_one(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_optimizers.py").write_text(
+        "import torch\n"
+        "class AdamW(torch.optim.AdamW):\n"
+        "    def __init__(self, own_params, **options): super().__init__(own_params, **options)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    name, options = f"{module.format(folder=tmp_path)}:AdamW", dict[str, Any](betas=[0.8, 0.9])
+    own = build_optimizer_factory(OptimizerOptions(name=name, **options))(model)(list(model.parameters()))
+    known = build_optimizer_factory(OptimizerOptions(**options))(model)(list(model.parameters()))
+    assert isinstance(own, torch.optim.AdamW)
+    assert [{**group, "params": list(map(id, group["params"]))} for group in own.param_groups] == [
+        {**group, "params": list(map(id, group["params"]))} for group in known.param_groups
+    ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import ReduceScatterToShards
@@ -13,7 +14,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.model_source import ExampleBatchFactory, ReducedModelFactory, find_model_source
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
-from shardformer.verify.training_options import VerifyTraining
+from shardformer.verify.training_options import VerifyTraining, make_verify_optimizers
 from shardformer.verify.verification import verify
 
 
@@ -134,6 +135,8 @@ def test_batches_of_a_small_model_have_the_requested_size() -> None:
     [
         ({"zero_stage": 4}, "zero_stage=4"),
         ({"zero_stage": 1, "optimizer": "AdamWW"}, "optimizer='AdamWW'.* Did you mean 'AdamW'"),
+        ({"zero_stage": 1, "optimizer": lambda params: None}, "optimizer=<function .* cannot be pickled.*top level"),
+        ({"optimizer": torch.optim.AdamW}, "AdamW.* requires ZeRO"),
         ({"zero_stage": 1, "precision": "fp8"}, "precision='fp8'"),
         ({"zero_stage": 1, "offload": "disk"}, "offload='disk'"),
         ({"precision": "bf16"}, "precision='bf16' requires ZeRO"),
@@ -144,6 +147,33 @@ def test_batches_of_a_small_model_have_the_requested_size() -> None:
 def test_invalid_options_raise(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         VerifyTraining(**asked)
+
+
+def make_own_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(params, lr=1e-3)
+
+
+@pytest.mark.parametrize("own", [make_own_optimizer, torch.optim.RMSprop])
+def test_an_own_optimizer_is_created_by_its_class_or_function(own: Any) -> None:
+    training, params = VerifyTraining(1, own), list(nn.Linear(2, 2).parameters())
+    (optimizer,) = make_verify_optimizers(params, training)
+    assert isinstance(optimizer, torch.optim.RMSprop) and optimizer.param_groups[0]["params"] == params
+    assert str(training) == f"ZeRO stage 1, {own.__name__}" and training.has_adaptive_optimizer
+
+
+def test_a_function_that_returns_no_optimizer_raises() -> None:
+    returns_list: Any = list
+    with pytest.raises(ConfigError, match="returned a list instead of an optimizer"):
+        make_verify_optimizers(nn.Linear(2, 2).parameters(), VerifyTraining(1, returns_list))
+
+
+@pytest.mark.full
+def test_an_own_optimizer_with_zero_equals_one_process(pool2: WorkerPool) -> None:
+    report = verify(
+        SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), 2, 1, pool=pool2,
+        training=VerifyTraining(1, make_own_optimizer),
+    )  # fmt: skip
+    assert report.passed, report
 
 
 @pytest.mark.slow

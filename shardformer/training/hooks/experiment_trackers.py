@@ -20,6 +20,7 @@ EverySteps = Annotated[int, "Number of steps between records. Validation metrics
 class MetricsLoggingHook(Hook):
     """Base class for hooks that write the metrics in ``trainer.values``. Only the first rank writes."""
 
+    uses_first_rank_state = True
     _writer: Any = None
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
@@ -130,9 +131,8 @@ class _ExperimentTracker(MetricsLoggingHook):
         self, directory: str | Path, project: str, run_name: str | None, config: Mapping[str, Any] | None, every: int
     ) -> None:
         super().__init__(directory, every)
-        run_name = self._module_name
-        what = f"The hook {type(self).__name__}"
-        self._module = import_optional_module(run_name, what, run_name, "use the hook TensorBoard or JsonLines")
+        library, what = self._module_name, f"The hook {type(self).__name__}"
+        self._module = import_optional_module(library, what, library, "use the hook TensorBoard or JsonLines")
         self.project, self.name = project, run_name
         self.config = dict(config or {})
         self._run_id: str | None = None
