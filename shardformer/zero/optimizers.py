@@ -202,15 +202,13 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
     """
     if (needed := getattr(optimizer, "needs_full_matrices", None)) is not None:
         return bool(needed)
-    with torch.random.fork_rng(devices=[]):
-        return any(
-            # all groups are tried, to detect errors
-            [
-                _group_requires_full_matrices(optimizer, group, SMALL_SHAPES)
-                or _group_requires_full_matrices(optimizer, group, LARGE_SHAPES)
-                for group in _get_distinct_groups(optimizer)
-            ]
-        )
+    return any(
+        [
+            _group_requires_full_matrices(optimizer, group, SMALL_SHAPES)
+            or _group_requires_full_matrices(optimizer, group, LARGE_SHAPES)
+            for group in _get_distinct_groups(optimizer)
+        ]
+    )
 
 
 def _get_distinct_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
