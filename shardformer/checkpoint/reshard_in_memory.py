@@ -127,15 +127,8 @@ def redistribute_tensor_items(
         ConfigError: a rank requests a tensor or a chunk that no rank has, or ranks report different shapes of a tensor.
             All ranks raise before anything is written.
     """
-    gpu = next(
-        (
-            chunk.values.device
-            for item in (*stored_items, *requested_items)
-            for chunk in item.chunks
-            if chunk.values.is_cuda
-        ),
-        None,
-    )
+    chunks = (chunk for item in (*stored_items, *requested_items) for chunk in item.chunks)
+    gpu = next((chunk.values.device for chunk in chunks if chunk.values.is_cuda), None)
     listing = StoredAndRequestedTensors(
         [*map(TensorItemMetadata.from_item, stored_items)],
         [*map(TensorItemMetadata.from_item, requested_items)],
@@ -156,9 +149,8 @@ def redistribute_tensor_items(
             memory.write_chunk(send, memory.read_chunk(send))
         if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
-            on_gpu = any(each.is_on_gpu for each in listings) and world.transport.has_serialized_sends(
-                torch.device("cuda")
-            )
+            uses_nccl = world.transport.has_serialized_sends(torch.device("cuda"))
+            on_gpu = uses_nccl and any(each.is_on_gpu for each in listings)
             device = gpu or get_local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, max_message_bytes) for sends in each] for each in (outgoing, incoming))
             _send_and_receive(memory, out, into, world, device)

@@ -286,9 +286,8 @@ def derive_policy_from_forward(
         blocks, replicated = _find_shardable_blocks(cache, ranks, draft)
         vocabulary = _find_vocab_module_paths(model)
         if blocks and cache.find_failure(_build_policy_class(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            if (
-                failure := cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
-            ) is not None:
+            failure = cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
+            if failure is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_policy_class(model, blocks, vocabulary)
@@ -314,11 +313,8 @@ def derive_policy_from_forward(
     find = partial(find_sequence_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
     stacks, reason = _find_validated_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
-    unvalidated = [
-        f"With {what}, a batch with {name} raises an error: {reason}."
-        for what, inputs in policy.unproven.items()
-        for name, reason in inputs.items()
-    ]
+    reasons = [(option, *item) for option, inputs in policy.unproven.items() for item in inputs.items()]
+    unvalidated = [f"With {option}, a batch with {name} raises an error: {why}." for option, name, why in reasons]
     closest = [f"The closest role for {b.layer_list_path}: {format_role_source(b.roles[0])}." for b in cache.nearest]
     policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
     policy.keep_replicated = _find_unsharded_weight_paths(model, policy())

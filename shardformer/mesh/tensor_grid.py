@@ -127,8 +127,7 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
     sides = [n for n in range(isqrt(grid_size), 1, -1) if grid_size % (n * n) == 0 and grid_size > n * n]
     if not sides:
         raise ConfigError(
-            f"tensor={grid_size} cannot be arranged as two or more squares, which tensor_parallel_mode='2.5d' "
-            "requires.",
+            f"tensor={grid_size} is not a number of equal squares, which tensor_parallel_mode='2.5d' requires.",
             remedy="Pass three sizes, such as tensor=(2, 2, 2).",
         )
     return sides[0], sides[0], grid_size // sides[0] ** 2

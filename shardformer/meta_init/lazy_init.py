@@ -334,7 +334,7 @@ def _find_overwritten_storage(func: Any, mutated_tensors: list[Tensor]) -> Defer
 
 
 def _get_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
-    return tuple({id(p.writer): p.writer for p in deferred_storages if p.writer is not None}.values())
+    return tuple({id(p.writer_step): p.writer_step for p in deferred_storages if p.writer_step is not None}.values())
 
 
 def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, is_overwriting: bool) -> None:

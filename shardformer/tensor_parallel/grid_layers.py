@@ -251,7 +251,7 @@ class _GridColumnParallelLinears(Function):
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         gathering = region.start_input_all_gather(x) if any(needs[::2]) else None
         arriving = _start_weight_all_gathers(region, weights, ctx.transposed) if needs_x else []
-        gathered_grads = [None if grad is None else region.gather_samples(grad) for grad in grad_outputs]
+        gathered_grads = [None if grad is None else region.all_gather_samples(grad) for grad in grad_outputs]
         summed: Tensor | None = None
         for weight, grad, t in zip(arriving, gathered_grads, ctx.transposed, strict=False):
             full_weight = weight.wait()
@@ -306,7 +306,7 @@ class GridRowParallelMatmul(Function):
         pending = None
         if needs_weight:
             pending = region.start_weight_grad_reduce_scatter(
-                compute_weight_grad(region.gather_samples(x), full_grad, t), dim
+                compute_weight_grad(region.all_gather_samples(x), full_grad, t), dim
             )
         else:
             ctx.gathered = full_grad

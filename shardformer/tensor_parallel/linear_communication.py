@@ -392,7 +392,9 @@ class _ColumnParallelLinears(Function):
         full_x, *weights = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = ctx.region.start_reduce(_compute_input_grad(full_x, weights, ctx.transposed, grad_outputs))
+            pending = ctx.region.start_output_reduction(
+                _compute_input_grad(full_x, weights, ctx.transposed, grad_outputs)
+            )
         out: list[Tensor | None] = []
         for i, grad in enumerate(grad_outputs):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]

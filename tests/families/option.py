@@ -20,7 +20,7 @@ from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, S
 FAMILIES = tuple(SMALL_CONFIGS)
 # Tolerance for fp64. Modules that always compute in fp32 (softmax, RMS norms) add rounding noise.
 EXACT, CASTS = 1e-10, 1e-5
-SIZE = {"batch": 3, "sequence": 9}
+SIZE = {"batch_size": 3, "sequence_length": 9}
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def test_attention_scores_are_not_materialized(
     model, held = build(family, {}), []
     use_flash_attention(model, CPU)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t), Ops() as ops:
-        compute_model_loss(model, batch_of(family, batch=3, sequence=11))
+        compute_model_loss(model, batch_of(family, batch_size=3, sequence_length=11))
     assert "_scaled_dot_product_flash_attention_for_cpu" in ops.names
     assert not {"_softmax", "_safe_softmax"} & ops.names
     of_batch = [tuple(s) for s in held if len(s) == 4 and s[0] > 1 and tuple(s[1:]) in scores]

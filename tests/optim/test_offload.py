@@ -158,7 +158,9 @@ def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypat
 
     order: list[str] = []
     receive, end = FlatShard.accumulate_reduced_grads, GradientReducer._on_backward_end
-    monkeypatch.setattr(FlatShard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
+    monkeypatch.setattr(
+        FlatShard, "accumulate_reduced_grads", lambda self, *a: (order.append("down"), receive(self, *a))[1]
+    )
     monkeypatch.setattr(GradientReducer, "_on_backward_end", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]
     assert order.count("down") == STEPS * len(ours.shards)

@@ -70,7 +70,7 @@ def test_layers_and_gradients_use_few_buffers(offload: OffloadConfig | None, mon
         made.append(get_storage_id(out) in self._lent and before == len(self._free))
         return out
 
-    monkeypatch.setattr(GatherBufferPool, "take", counting)
+    monkeypatch.setattr(GatherBufferPool, "acquire_buffer", counting)
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         for step in range(4):

@@ -600,7 +600,7 @@ def test_missing_communication_would_be_detected(what: str, monkeypatch: pytest.
     from shardformer.zero.flat_shards import FlatShard
 
     owner, name, change = (
-        (FlatShard, "receive", no_counts)
+        (FlatShard, "accumulate_reduced_grads", no_counts)
         if what == "the counts"
         else (ReduceScatterToShards, "start_reduction", own_part)
     )

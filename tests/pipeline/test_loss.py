@@ -154,7 +154,7 @@ def test_first_forward_can_be_any_micro_batch() -> None:
 @pytest.mark.parametrize("head", ["LlamaForCausalLM", "BertForMaskedLM"])
 def test_micro_batches_of_different_lengths(head: str, copied: bool) -> None:
     model = model_of(head)
-    long, short = batch_of(head), batch_of(head, sequence=9)
+    long, short = batch_of(head), batch_of(head, sequence_length=9)
     padded = {
         name: torch.cat([long[name], F.pad(x, (0, 4), value=-100 if name == "labels" else 0)])
         for name, x in short.items()
@@ -168,7 +168,11 @@ def test_micro_batches_of_different_lengths(head: str, copied: bool) -> None:
 
 def test_positions_outside_texts_are_ignored() -> None:
     model = model_of("LlamaForQuestionAnswering")
-    parts = [part for length in (9, 13) for part in cut(batch_of("LlamaForQuestionAnswering", sequence=length), (3, 5))]
+    parts = [
+        part
+        for length in (9, 13)
+        for part in cut(batch_of("LlamaForQuestionAnswering", sequence_length=length), (3, 5))
+    ]
     expected = 0.0
     for name in ("start", "end"):
         sums, counts = [], []

@@ -92,10 +92,10 @@ def test_a_fraction_of_the_rows_is_used_for_validation(task: str, tmp_path: Path
 def test_the_end_of_a_text_is_used_for_validation(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "validation_fraction": 0.25}
     found = load_data(config(tmp_path, "gpt2", data))
-    tokens = torch.cat([found.train_dataset.row, found.validation_dataset.row]).tolist()
+    tokens = torch.cat([found.train_dataset.token_ids, found.validation_dataset.token_ids]).tolist()
     assert bytes(tokens).decode() == Path(data["train"]).read_text()
-    assert len(found.validation_dataset.row) == pytest.approx(0.25 * len(tokens), abs=10)
-    assert bytes(found.train_dataset.row.tolist()).decode().endswith(" ")
+    assert len(found.validation_dataset.token_ids) == pytest.approx(0.25 * len(tokens), abs=10)
+    assert bytes(found.train_dataset.token_ids.tolist()).decode().endswith(" ")
 
 
 def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:

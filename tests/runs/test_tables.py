@@ -41,8 +41,8 @@ def dataset(folder: Path, name: str, text: str, **data: Any) -> Any:
 )
 def test_the_rows_of_a_table(name: str, text: str, options: dict[str, Any], tmp_path: Path) -> None:
     data = dataset(tmp_path, name, text, **options)
-    assert list(data.train.texts) == ['one, "two"', "three"]
-    assert data.classes == [0, 1] and list(data.train.labels) == [1, 0]
+    assert list(data.train_dataset.texts) == ['one, "two"', "three"]
+    assert data.classes == [0, 1] and list(data.train_dataset.labels) == [1, 0]
 
 
 def test_names_of_classes_stay_strings(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_names_of_classes_stay_strings(tmp_path: Path) -> None:
 
 def test_quotes_in_tsv_are_part_of_the_text(tmp_path: Path) -> None:
     data = dataset(tmp_path, "a.tsv", 'quality\ttext\n1\t"one\n0\ttwo"\n')
-    assert list(data.train.texts) == ['"one', 'two"']
+    assert list(data.train_dataset.texts) == ['"one', 'two"']
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_unknown_inputs_are_reported(small: Any) -> None:
-    def none(model: nn.Module, media_in_text: bool) -> ReducedModel:
+    def none(model: nn.Module, with_media_tokens: bool) -> ReducedModel:
         raise PolicyError("TypeError.", rule="", remedy="")
 
     small(none)
@@ -137,7 +137,7 @@ def test_unknown_inputs_are_reported(small: Any) -> None:
 
 def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
-    small(lambda model, media_in_text: ReducedModel(clip(), make_forward_fn(clip(), two), two))
+    small(lambda model, with_media_tokens: ReducedModel(clip(), make_forward_fn(clip(), two), two))
     source = find_model_source("clip")
     batch = source.make_batch_fn(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])
