@@ -179,9 +179,8 @@ def _create_trial_inputs(shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return the values of each trial matrix and its gradients in all steps, stacked."""
     inputs = []
     for shape in shapes:
-        value = torch.randn(
-            shape, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(0)
-        ).flatten()
+        generator = torch.Generator("cpu").manual_seed(0)
+        value = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator).flatten()
         rolled = [value.roll(5 * step + 1) for step in range(len(GRADIENTS))]
         grads = [g.abs() ** power * g.sign() * scale for g, (scale, power) in zip(rolled, GRADIENTS, strict=True)]
         inputs.append(torch.stack([value, *grads]).unflatten(1, shape))
@@ -214,9 +213,8 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
 def _get_distinct_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return one of all parameter groups that have the same settings, apart from their learning rates."""
     ignored = ("params", "param_names", "lr", "initial_lr")
-    return list(
-        {repr([x for x in group.items() if x[0] not in ignored]): group for group in optimizer.param_groups}.values()
-    )
+    groups = optimizer.param_groups
+    return list({repr([x for x in group.items() if x[0] not in ignored]): group for group in groups}.values())
 
 
 def _group_requires_full_matrices(
@@ -268,16 +266,13 @@ def can_step_params_separately(optimizer: Optimizer) -> bool:
         return False
     inputs = _create_trial_inputs(SMALL_SHAPES)
     try:
-        return all(
-            _compute_max_difference(
-                _run_trial_steps(optimizer, group, inputs),
-                _run_trial_steps(optimizer, group, inputs, step_separately=True),
-            )
-            == 0
-            for group in _get_distinct_groups(optimizer)
-        )
+        for group in _get_distinct_groups(optimizer):
+            together, separate = (_run_trial_steps(optimizer, group, inputs, step_separately=x) for x in (False, True))
+            if len(together) != len(separate) or _compute_max_difference(together, separate) > 0:
+                return False
     except Exception:  # possible if the attribute needs_full_matrices is set
         return False
+    return True
 
 
 def _compute_max_difference(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> float:
