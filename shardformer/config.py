@@ -303,7 +303,7 @@ class ParallelConfig:
     zero_stage: Annotated[
         int | None,
         "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
-        "None: no ZeRO, or stage 0 if `precision` or `offload` requires it.",
+        "None: no ZeRO, or stage 0 if `precision`, `offload` or an optimizer that needs full matrices requires it.",
     ] = None
     precision: Annotated[
         str | MixedPrecision,

@@ -50,7 +50,7 @@ from shardformer.torch_patches import Patch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import shard_optimizer
+from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 check_minimum_library_version("accelerate", accelerate.__version__)
@@ -263,15 +263,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 self.policy,
                 lambda: _get_example_inputs(model, data_loaders),
             )
-            return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
+            zero = next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
+            if zero is not None and len(optimizers) > 1:
+                raise ConfigError(
+                    f"With sharded parameters, {' and '.join(type(each).__name__ for each in optimizers)} must be one "
+                    "optimizer in an accelerate loop, because one of them needs full matrices.",
+                    remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
+                )
+            return zero
         if get_metadata(sharded).context.sizes != self.context.sizes:
             layout = get_metadata(sharded).context
             raise ConfigError(
                 f"The model is sharded over {layout}, but the Accelerator uses {self.context}.",
                 remedy="Pass the context of the model: Accelerator(context=context).",
             )
-        is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
-        if is_plain and self.config.effective_zero_stage is not None:
+        if must_shard_optimizers(sharded, optimizers, self.config.effective_zero_stage):
             return shard_optimizer(sharded, list(optimizers), **self.config.get_zero_kwargs())
         return None
 

@@ -44,9 +44,7 @@ from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data, make_pipeline
 from shardformer.transformers_compat import is_kv_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.optimizers import requires_full_matrices
-from shardformer.zero.shard_optimizer import shard_optimizer
-from shardformer.zero.zero_optimizer import ZeroOptimizer
+from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
 
 transformers: Any = load_transformers()
 
@@ -301,12 +299,10 @@ class ShardedTrainer:
         return self.optimizer
 
     def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        stage = self.parallel.effective_zero_stage
-        if stage is None and _has_sharded_parameters(self.sharded_model) and _needs_full_matrices(optimizer):
-            stage = 0
-        if stage is None or isinstance(getattr(optimizer, "optimizer", optimizer), ZeroOptimizer):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not must_shard_optimizers(self.sharded_model, [inner], self.parallel.effective_zero_stage):
             return optimizer
-        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.get_zero_kwargs(), "stage": stage})
+        return shard_optimizer(self.sharded_model, optimizer, **self.parallel.get_zero_kwargs())
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Estimate FLOPs as 6 x non-embedding parameters x tokens. Trainer sums the FLOPs over all processes."""
@@ -555,18 +551,6 @@ class FullOptimizerStateLoader:
 
     def load_state_dict(self, state_dict: Any) -> None:
         load_full_optimizer_state_dict(self._model, self._optimizer, state_dict)
-
-
-def _has_sharded_parameters(model: nn.Module) -> bool:
-    return any(entry.spec.is_sharded for entry in get_metadata(model).entries)
-
-
-def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Test whether an optimizer needs full weight matrices, and assume so if the test fails."""
-    try:
-        return requires_full_matrices(optimizer)
-    except ConfigError:
-        return True
 
 
 UNSUPPORTED = {

@@ -64,7 +64,7 @@ from shardformer.training.user_changes import (
     take_model_snapshot,
 )
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_optimizers_on_error
-from shardformer.zero.shard_optimizer import shard_optimizer
+from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
@@ -312,7 +312,7 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
             optimizer.state.clear()
             for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
                 group["params"][:] = [tensors[name] for name in names if name in tensors]
-        if config.effective_zero_stage is not None and optimizers:
+        if must_shard_optimizers(model, optimizers, config.effective_zero_stage):
             optimizers = [shard_optimizer(model, optimizers, **config.get_zero_kwargs())]
         moved = old.load_into(model, optimizers)
     set_training_modes(model, modes)
@@ -469,7 +469,7 @@ def _create_sharded_engine(
         pipeline, optimizers, schedulers = run_and_compare_across_ranks(
             context, create_training_objects, action="create the pipeline, optimizer and scheduler"
         )
-        if config.effective_zero_stage is not None and optimizers:
+        if must_shard_optimizers(sharded_model, optimizers, config.effective_zero_stage):
             with rollback_optimizers_on_error(optimizers):
                 optimizers = [shard_optimizer(sharded_model, optimizers, **config.get_zero_kwargs())]
         has_target = rebuild_arguments.loss_fn is not None

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collective_call import run_and_compare_across_ranks
-from shardformer.comm.collectives import all_reduce, broadcast, compute_numel_and_hash
+from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast, compute_numel_and_hash
 from shardformer.consistency.ddp_and_fsdp_guards import (
     check_no_new_parameters,
     check_not_in_ddp,
@@ -48,6 +48,7 @@ from shardformer.layout.sharding_metadata import (
     check_is_module,
     find_parameter_view,
     get_gradient_reduction,
+    get_metadata,
     group_overlapping_tensors,
     group_params_by_metadata,
 )
@@ -293,6 +294,28 @@ def shard_optimizer(
 
     checked = run_and_compare_across_ranks(table.context, make_optimizers_and_options, _format_options_per_line, ACTION)
     return ZeroOptimizer(model, table, *checked)
+
+
+def must_shard_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], zero_stage: int | None) -> bool:
+    """Return whether a training loop must call ``shard_optimizer``: for ZeRO, or to gather full matrices (stage 0).
+
+    If an optimizer fails the test for full matrices, it returns True, so that ``shard_optimizer`` raises the error.
+    Communicates one object per rank if ``zero_stage`` is None and an axis other than "data" has several ranks.
+    """
+    metadata = get_metadata(model)
+    axes = [axis for axis in metadata.context.base_axes if axis.size > 1]
+    if not optimizers or isinstance(optimizers[0], ZeroOptimizer):
+        return False
+    if zero_stage is not None or all(axis.name == "data" for axis in axes):
+        return zero_stage is not None
+    try:
+        is_needed = any([requires_full_matrices(optimizer) for optimizer in optimizers])
+    except ConfigError:
+        is_needed = True
+    is_needed = is_needed and any(entry.spec.is_sharded for entry in metadata.entries)
+    for axis in axes:
+        is_needed = any(all_gather_objects(is_needed, axis))
+    return is_needed
 
 
 CHECKED_ATTRIBUTE = "_shardformer_looked_at"

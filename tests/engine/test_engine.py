@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ from shardformer.training.initialize import get_or_create_parallel_context, init
 from shardformer.training.sample_order import make_shuffle_generator
 from shardformer.verify.small_models import SmallModelFactory
 from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.optimizers import LARS
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.pools import WorkerPools
 
 GPT2 = SmallModelFactory("gpt2", changes={"n_layer": 4})
@@ -288,6 +290,25 @@ def test_the_users_optimizer_object_is_kept() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     engine.train_step(tuple(pairs()[:4]))
     assert all(not torch.equal(p, b) for p, b in zip(engine.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("make", [partial(LARS, lr=0.1, trust=0.1), partial(torch.optim.SGD, lr=0.1)])
+def test_engine_gathers_matrices_that_the_optimizer_needs(make: Any) -> None:
+    """Without ``zero_stage``, the weights of tensor-parallel ranks equal those of one process."""
+
+    models = [plain() for _ in range(3)]
+
+    def train(context: ParallelContext | None) -> tuple[dict[str, Tensor], bool]:
+        model = models[-1 if context is None else context.rank]
+        engine = initialize(model, make(model.parameters()), context=context)
+        for row in rows(3):
+            engine.train_step({name: value[None] for name, value in row.items()})
+        return full_state_dict(engine.model), isinstance(engine.optimizer, ZeroOptimizer)
+
+    want, _ = train(None)
+    for weights, is_gathered in run_as_threads(train, tensor=2):
+        assert is_gathered == (make.func is LARS)
+        assert max(float((weights[name] - value).abs().max()) for name, value in want.items()) < EXACT
 
 
 def test_schedulers_may_step_every_epoch() -> None:
