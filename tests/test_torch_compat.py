@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adagrad
 
 from shardformer.torch_compat import get_initial_optimizer_state, view_as_bytes
-from shardformer.zero.optimizers import (
+from shardformer.zero.elementwise_trial import (
     compute_state_after_one_step,
     estimate_optimizer_state_bytes,
     requires_full_matrices,

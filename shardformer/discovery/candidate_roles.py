@@ -20,7 +20,7 @@ from torch import nn
 from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import get_num_features, join_path, match_paths, resolve_path
-from shardformer.policies.convert_roles import list_expert_shard_dim_choices
+from shardformer.policies.experts import list_expert_shard_dim_choices
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 from shardformer.transformers_compat import get_uniform_config_field
 

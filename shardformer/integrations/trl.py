@@ -26,7 +26,7 @@ from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
-from shardformer.discovery.token_dependence import check_packing_support
+from shardformer.discovery.reduced_model import check_packing_support
 from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.integrations.accelerate import Accelerator, unwrap_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers

@@ -1,18 +1,10 @@
-"""Describe how to shard each layer, according to the attention modules and MLPs in a policy.
-
-Mixture-of-experts modules stack the weights of all experts in one parameter. Every expert is sharded over its features.
-The slice of each rank is a multiple of 8 features if the width allows it. Otherwise the experts are computed one by
-one, with slices of any size.
-"""
+"""Describe how to shard each layer, according to the attention modules and MLPs in a policy."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +25,6 @@ from shardformer.policies.roles import (
     MLP,
     Attention,
     AttentionProjections,
-    Experts,
     LayerStack,
     Role,
     get_output_layer_path,
@@ -381,104 +372,3 @@ def _remove_missing_projections(
         for field, name in optional.items()
     }
     return replace(projections, **found) if found else projections
-
-
-ALIGNED = 8
-"""Preferred multiple of features per rank and expert. torch's grouped matmuls need rows of a multiple of 16 bytes."""
-
-
-def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) -> ModulePolicyDescription:
-    """Describe how to shard the stacked weights of a mixture of experts.
-
-    Args:
-        layer: the layer that contains the experts.
-        path: path of the layers, for error messages.
-        axis: the tensor axis.
-    """
-    module = paths.get_submodule_or_raise(layer, experts.at)
-    at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
-    shapes = {name: tuple(_get_stacked_expert_param(module, at, name).shape) for name in (*ups, experts.down)}
-    dims = _choose_expert_shard_dims(experts, shapes, at)
-    width = shapes[experts.down][dims[experts.down]]
-    check_width_is_shardable(width, axis, f"{at}.{ups[0]}")
-    unit = math.gcd(width, ALIGNED)
-    is_aligned = width // unit >= axis.size
-    unit = unit if is_aligned else 1
-    up_split = Split.fused([width] * experts.fused, axis.size, unit)
-    if experts.interleaved:
-        up_split = Split.even(experts.fused * width, axis.size, experts.fused * unit)
-    splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, axis.size, unit)}
-    parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
-    block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-    attributes = {} if is_aligned else _get_eager_experts_config(module, experts.at)
-    return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
-
-
-def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: str) -> Tensor:
-    full = getattr(module, param_name, None)
-    if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
-        raise PolicyError(
-            f"{module_path}.{param_name} must be a parameter with the weights (3 dims) or biases (2 dims) of all "
-            "experts.",
-            remedy="Correct the name, or describe experts that are separate modules as an MLP with * in its path.",
-        )
-    return full
-
-
-def _choose_expert_shard_dims(
-    experts: Experts, param_shapes: Mapping[str, tuple[int, ...]], module_path: str
-) -> Mapping[str, int]:
-    """Return the dimension to shard for each parameter of the experts.
-
-    Raises PolicyError if no dim or several dims are possible.
-    """
-    ways = [
-        way
-        for way in list_expert_shard_dim_choices(param_shapes, experts.down, experts.fused)
-        if way.keys() == param_shapes.keys()
-    ]
-    if experts.dims or experts.fused == 1:
-        required = dict(experts.dims) or {experts.down: 2}
-        ways = [way for way in ways if way | required == way]
-    if len(ways) != 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in param_shapes.items())
-        if ways:
-            raise PolicyError(
-                f"Cannot infer which dimensions of {found} to shard in {module_path}, because several match.",
-                remedy=f"Pass dims={ways[0]} if the forward pass uses these dimensions.",
-            )
-        raise PolicyError(
-            f"The shapes of {found} in {module_path} do not match those of experts with fused={experts.fused}.",
-            remedy="Correct the parameter names, `fused` or `dims` in the policy.",
-        )
-    return ways[0]
-
-
-def list_expert_shard_dim_choices(
-    param_shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
-) -> list[dict[str, int]]:
-    """Return all ways to choose which dimension of each expert parameter contains the features.
-
-    ``down_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features are
-    omitted. There are several choices if the number of features equals the hidden size.
-    """
-    ways = []
-    for at in (2, 1):
-        width, hidden = param_shapes[down_name][at], param_shapes[down_name][3 - at]
-        of = {
-            name: [d for d in range(1, len(s)) if s[d] == num_fused * width and (len(s) == 2 or s[3 - d] == hidden)]
-            for name, s in param_shapes.items()
-        } | {down_name: [at]}
-        of = {name: dims for name, dims in of.items() if dims or len(param_shapes[name]) == 3}
-        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
-    return ways
-
-
-def _get_eager_experts_config(module: nn.Module, module_path: str) -> dict[str, Any]:
-    """Return a config with transformers' eager experts, which support shards of any size."""
-    config: Any = getattr(module, "config", None)
-    if not hasattr(config, "_experts_implementation"):
-        return {}
-    config = copy.deepcopy(config)
-    config._experts_implementation = "eager"
-    return {paths.join_path(module_path, "config"): config}

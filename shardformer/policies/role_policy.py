@@ -23,8 +23,8 @@ from shardformer.policies.convert_roles import (
     LayerReplacement,
     LayerRoleConverter,
     check_output_layers_exist,
-    describe_experts,
 )
+from shardformer.policies.experts import describe_experts
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,

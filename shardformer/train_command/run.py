@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
-from shardformer.discovery.token_dependence import check_packing_support, measure_label_dependence
+from shardformer.discovery.reduced_model import check_packing_support, measure_label_dependence
 from shardformer.errors import ConfigError, ShardFormerError, get_first_message_line
 from shardformer.filesystem import create_folder, remove_stale_temporary_files, replace_text_atomically
 from shardformer.mesh.parallel_context import ParallelContext

@@ -29,10 +29,10 @@ from shardformer.offload.disk import FileOffloadManager, FileShard
 from shardformer.offload.host import DEVICE_TO_HOST, FREE_MEMORY, HOST_TO_DEVICE, HostOffloadManager, OffloadConfig
 from shardformer.torch_compat import get_storage_id
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
+from shardformer.zero.elementwise_trial import estimate_optimizer_state_bytes
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.optimizers import estimate_optimizer_state_bytes
 from shardformer.zero.stage3_parameters import Stage3ParamGroup, UnshardedGroupCache, group_params_by_layer
 
 

@@ -22,8 +22,8 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import FileOffloadManager
 from shardformer.offload.host import HostOffloadManager
 from shardformer.torch_compat import has_data
+from shardformer.zero.elementwise_trial import can_step_params_separately
 from shardformer.zero.flat_shards import EDITS, FlatShard
-from shardformer.zero.optimizers import can_step_params_separately
 
 MAX_UPDATES_IN_FLIGHT = 8
 """Maximum number of all-gathers in progress, which limits the memory of their buffers."""

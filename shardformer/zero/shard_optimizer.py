@@ -59,14 +59,14 @@ from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import Apply, Patch, Undo, install_patches, replace_attribute
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
-from shardformer.zero.memory_estimate import check_free_memory_option
-from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.optimizer_state_view import STATE_PATCHES, get_zero_optimizer
-from shardformer.zero.optimizers import (
+from shardformer.zero.elementwise_trial import (
     can_step_params_separately,
     estimate_optimizer_state_bytes,
     requires_full_matrices,
 )
+from shardformer.zero.memory_estimate import check_free_memory_option
+from shardformer.zero.mixed_precision import MixedPrecision
+from shardformer.zero.optimizer_state_view import STATE_PATCHES, get_zero_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ACTION = "train with these optimizers"

@@ -29,6 +29,7 @@ from shardformer.offload.host import HostOffloadManager
 from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
 from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
 from shardformer.zero.config import ZeroOptions
+from shardformer.zero.elementwise_trial import estimate_optimizer_state_bytes, requires_full_matrices
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_grad_error
 from shardformer.zero.memory_estimate import (
     DevicePlacementManager,
@@ -51,7 +52,6 @@ from shardformer.zero.optimizer_step import (
     compute_sharded_grad_norm,
     make_nonfinite_grad_error,
 )
-from shardformer.zero.optimizers import estimate_optimizer_state_bytes, requires_full_matrices
 from shardformer.zero.stage3_gather_schedule import ParamGatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import Stage3ParamGroup
 

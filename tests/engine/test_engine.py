@@ -295,7 +295,6 @@ def test_the_users_optimizer_object_is_kept() -> None:
 @pytest.mark.parametrize("make", [partial(LARS, lr=0.1, trust=0.1), partial(torch.optim.SGD, lr=0.1)])
 def test_engine_gathers_matrices_that_the_optimizer_needs(make: Any) -> None:
     """Without ``zero_stage``, the weights of tensor-parallel ranks equal those of one process."""
-
     models = [plain() for _ in range(3)]
 
     def train(context: ParallelContext | None) -> tuple[dict[str, Tensor], bool]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
-from shardformer.zero.optimizers import (
+from shardformer.zero.elementwise_trial import (
     can_step_params_separately,
     estimate_optimizer_state_bytes,
     requires_full_matrices,

@@ -42,7 +42,7 @@ model.transformer.h[1].register_forward_pre_hook(die)
 pipeline = shardformer.Pipeline(model, micro_batches=4)
 for step in range(3):
     try:
-        pipeline.step(RandomBatchFactory("GPT2LMHeadModel", batch=4)(step))
+        pipeline.step(RandomBatchFactory("GPT2LMHeadModel", batch_size=4)(step))
     except Exception as error:
         if sys.argv[1] != "caught":
             raise

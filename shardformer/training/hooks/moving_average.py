@@ -15,8 +15,8 @@ from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import get_or_build_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.zero.elementwise_trial import compute_state_after_one_step
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.optimizers import compute_state_after_one_step
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 KEY = "moving_average"

@@ -20,7 +20,7 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.convert_roles import describe_experts
+from shardformer.policies.experts import describe_experts
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input
