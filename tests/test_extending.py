@@ -29,7 +29,7 @@ from tests.scripts import importable_files
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = {
     text.split("\n", 1)[0].removeprefix("# "): text
-    for text in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    for text in re.findall(r"```python\n(# .*?)```", PAGE, flags=re.DOTALL)
 }
 
 

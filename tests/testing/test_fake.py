@@ -87,6 +87,7 @@ def step(
     rest = {name: value for name, value in options.items() if name != "average_loss_over"}
     model = shard_model(sample(), context=context, **rest)
     optimizer = torch.optim.AdamW(model.parameters())
+    setattr(optimizer, "needs_full_matrices", False)  # noqa: B010  # without a trial, whose memory would count
     with (
         CollectiveRecorder(context, model) as recorder,
         MemoryTracker([*model.parameters(), *batch.values()]) as memory,
