@@ -181,7 +181,7 @@ class RenamedModuleFinder(MetaPathFinder, Loader):
     """Import hook that makes renamed modules importable by their old names, with a DeprecationWarning.
 
     Args:
-        names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
+        new_names_by_old_name: earlier full name -> the module that replaces it. Parents of nested names are listed too.
     """
 
     def __init__(self, new_names_by_old_name: Mapping[str, str]) -> None:

@@ -161,14 +161,14 @@ def derive_local_seed(seed: int, rank: int) -> int:
 class LocalRNGState:
     """Switches between a random state shared by all ranks and one per rank, for example for dropout.
 
-    With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
+    With ``broadcast_fn``, switches from one random state per rank to a shared one. This broadcasts one number.
 
     The inner seed is drawn from the outer random state. Activation checkpointing, which restores the outer state,
     therefore reproduces the inner numbers too.
 
     Args:
         rank: rank of this process on the axis whose ranks get their own random states.
-        share: function that returns the first rank's value of a tensor on all ranks of the axis.
+        broadcast_fn: function that returns the first rank's value of a tensor on all ranks of the axis.
     """
 
     def __init__(

@@ -118,8 +118,8 @@ class PostImportHook(MetaPathFinder):
     """Import hook for ``sys.meta_path`` that calls a function after the import of a module.
 
     Args:
-        name: the module.
-        call: the function.
+        module_name: the module.
+        callback: the function.
     """
 
     def __init__(self, module_name: str, callback: Callable[[], object]) -> None:

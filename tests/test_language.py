@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,34 @@ def test_paragraphs_with_a_subject_are_not_reported(tmp_path: Path) -> None:
     paragraphs = ["This page shows a run.", "torch raises no error.", "    make test", "| it | is a table |", "- one"]
     (tmp_path / "page.md").write_text("\n\n".join(paragraphs))
     assert list(check(tmp_path / "page.md")) == []
+
+
+def unknown_arguments(tree: ast.AST) -> Iterator[str]:
+    """Yield the names in ``Args`` sections that are no argument of the function or class."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        section = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{ast.get_docstring(node) or ''}\n", re.MULTILINE)
+        lines = re.findall(r"^    ([\w*]+(?:, [\w*]+)*):", section[1], re.MULTILINE) if section else []
+        documented = {name.strip("* ") for line in lines for name in line.split(",")}
+        functions = [node] if isinstance(node, ast.FunctionDef) else [x for x in node.body if is_constructor(x)]
+        known = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+        known |= {x.arg for function in functions for x in ast.walk(function.args) if isinstance(x, ast.arg)}
+        if not (isinstance(node, ast.ClassDef) and ("kwargs" in known or not known)):
+            yield from (f"{node.name}: {name}" for name in sorted(documented - known))
+
+
+def is_constructor(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__new__", "forward")
+
+
+def test_documented_arguments_exist() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "shardformer").rglob("*.py")}
+    found = {str(path.relative_to(ROOT)): [*unknown_arguments(tree)] for path, tree in trees.items()}
+    assert {file: arguments for file, arguments in found.items() if arguments} == {}
+
+
+def test_an_unknown_argument_is_detected() -> None:
+    docstring = "Add.\n\n    Args:\n        a, b: x.\n        options: y.\n    "
+    source = f'def f(a: int, **options: int) -> None:\n    """{docstring}"""'
+    assert [*unknown_arguments(ast.parse(source))] == ["f: b"]

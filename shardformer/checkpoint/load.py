@@ -230,7 +230,7 @@ class LoadPlan:
 
     Args:
         index: index of the saved run.
-        where: name of the saved run for error messages.
+        checkpoint_name: name of the saved run for error messages.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ class AsyncSave:
     """A checkpoint that a background thread writes while training continues. ``wait()`` returns its path.
 
     Args:
-        work: function that the thread runs.
+        save_fn: function that the thread runs.
         is_complete: True if the checkpoint is already complete and the thread only syncs it to the disk.
     """
 

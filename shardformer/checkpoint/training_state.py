@@ -243,7 +243,7 @@ class OptimizerStates:
     """The state of an optimizer, converted to the format of a checkpoint.
 
     Args:
-        number: index of the optimizer among those that are saved together.
+        optimizer_index: index of the optimizer among those that are saved together.
 
     Raises:
         ConfigError: the optimizer has a parameter that is not in the model.

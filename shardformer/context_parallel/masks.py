@@ -53,10 +53,10 @@ class ChunkedMask:
     Args:
         predicate: the mask function, identical on all ranks and without communication, or None for no mask.
         padding: (B, S) bool, False for padding, or None for no padding.
-        queries, keys: the positions of queries and keys on each rank.
-        batch: the batch size.
-        by_vmap: whether the predicate takes scalar indices, so that it must be called through torch.vmap.
-        seed: the seed of the attention dropout, which all layers share in a forward pass.
+        query_layout, key_layout: the positions of queries and keys on each rank.
+        batch_size: the batch size.
+        use_vmap: whether the predicate takes scalar indices, so that it must be called through torch.vmap.
+        dropout_seed: the seed of the attention dropout, which all layers share in a forward pass.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class ModelInputHook:
     """Hooks that enable context parallelism before each forward pass of a model, and disable it afterwards.
 
     Args:
-        draws: whether the model draws random numbers in training.
+        has_random_ops: whether the model draws random numbers in training.
     """
 
     def __init__(self, state: ContextParallelState, model: nn.Module, *, has_random_ops: bool) -> None:
@@ -97,11 +97,12 @@ class LayerStackHook:
     """Hooks that shard the sequence before a model's layers, and wrap their output in a sharded tensor.
 
     Args:
-        path: the path of the module list that contains the layers.
+        stack_path: the path of the module list that contains the layers.
         layers: the layers in order, without repetitions.
-        ends: the modules whose output is wrapped: the last layer or a norm after it, or every layer if the model reads
-            or writes single positions between the layers.
-        draws: whether the model draws random numbers in training. Each rank then draws different ones in the layers.
+        output_modules: the modules whose output is wrapped: the last layer or a norm after it, or every layer if the
+            model reads or writes single positions between the layers.
+        has_random_ops: whether the model draws random numbers in training. Each rank then draws different ones in the
+            layers.
     """
 
     def __init__(
@@ -236,8 +237,8 @@ class FullSequenceHook:
     one all-gather of B*S*H, backward one all-to-all of it.
 
     Args:
-        path: the path of the stack, and of the module in a layer.
-        draws: whether the model draws random numbers in training.
+        module_path: the path of the stack, and of the module in a layer.
+        has_random_ops: whether the model draws random numbers in training.
     """
 
     def __init__(

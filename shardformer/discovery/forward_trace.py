@@ -303,7 +303,7 @@ class LayerListTrace:
     """Runs one forward pass, and records the first call of each module in a list of layers.
 
     Args:
-        layers: the path of the list of layers.
+        layer_list_path: the path of the list of layers.
 
     Attributes:
         shape: the batch size and sequence length of the hidden states.

@@ -208,7 +208,7 @@ _NOT_INDEPENDENT = "A replaced forward method or a hook of the copied model runs
 
 
 class _TensorReadDetector(TorchDispatchMode):
-    """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``model``."""
+    """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``watched_model``."""
 
     def __init__(self, watched_model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -236,13 +236,13 @@ class MicroBatchLossScaler:
 
     Args:
         micro_batches: all micro-batches, whose shapes may differ.
-        sizes: number of samples of each micro-batch.
+        micro_batch_sizes: number of samples of each micro-batch.
         loss_weight: micro-batch -> number of counted labels, which then weights its loss. No losses are recorded.
         label_transforms: label forms that earlier steps found, by index of the loss. New ones are added.
         data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
             multiplied by the number of ranks, because gradients are averaged. Communicates two numbers per loss, and
             two after the last loss, before the first backward pass.
-        counts: whether to compute ``counted`` even for a single micro-batch.
+        count_labels: whether to compute ``counted`` even for a single micro-batch.
     """
 
     def __init__(

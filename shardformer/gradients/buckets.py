@@ -425,10 +425,10 @@ class ReduceScatterToShards:
     ``OwnerRankTransfer`` for slices of owner ranks.
 
     Args:
-        receive: Called with (bucket, this rank's shard, number of ranks that have each gradient).
-        arrives: Called with each new gradient before accumulation.
-        takes: Called before ``.grad`` is read for a reduction, to remove a view of an earlier result.
-        ends: Called at the end of a backward pass.
+        receive_fn: Called with (bucket, this rank's shard, number of ranks that have each gradient).
+        on_grad_arrived: Called with each new gradient before accumulation.
+        on_grad_taken: Called before ``.grad`` is read for a reduction, to remove a view of an earlier result.
+        on_backward_end: Called at the end of a backward pass.
     """
 
     supports_sparse = False

@@ -25,7 +25,7 @@ class GlobalLossAverager:
     """Averages the losses of the data-parallel ranks so that the result is the loss of the global batch.
 
     Args:
-        data: axis of the data-parallel ranks.
+        data_axis: axis of the data-parallel ranks.
 
     Attributes:
         items: mean number of items per rank, by which models divide the sum of their losses.

@@ -71,7 +71,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     Args:
         parallel: Layout and options: a ParallelConfig or a dict of its fields. None uses data parallelism.
         policy: Your own sharding policy. None selects one automatically.
-        options: ``process_group_backend``, ``timeout`` and ``cluster_environment`` of Lightning's DDPStrategy.
+        kwargs: ``process_group_backend``, ``timeout`` and ``cluster_environment`` of Lightning's DDPStrategy.
 
     Raises:
         ConfigError: The layout or an argument of the Trainer is not supported. Raised before training.

@@ -67,7 +67,7 @@ class AdapterDropout(nn.Module):
     Args:
         split: the features of each rank, or None if each rank has all features.
         axis: the axis of the split.
-        sequence: the state of context parallelism, or None if each rank has all positions.
+        context_parallel_state: the state of context parallelism, or None if each rank has all positions.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class ShardedTrainer:
         parallel: Layout and options. None uses the layout of a sharded model, or else data parallelism.
         policy: Your own sharding policy. None selects one automatically.
         context: Existing process grid. None creates one over the launched processes.
-        others, options: Arguments of the Trainer class.
+        extra_args, kwargs: Arguments of the Trainer class.
 
     Raises:
         ConfigError: The layout or an argument is not supported. Raised before training.

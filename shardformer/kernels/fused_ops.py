@@ -108,7 +108,8 @@ class FusedRMSNorm(nn.Module):
     """RMS norm that is computed by torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
 
     Args:
-        kind: one of ``RMS_KINDS``. The kinds differ in where they round, and in whether the weight is an offset from 1.
+        rms_kind: one of ``RMS_KINDS``. The kinds differ in where they round, and in whether the weight is an offset
+            from 1.
     """
 
     weight: nn.Parameter | None

@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
     ``live`` is the number of bytes of all live storages, and ``peak`` is the maximum of ``live``.
 
     Args:
-        held: existing tensors that are counted as well, such as parameters and the batch.
+        existing_tensors: existing tensors that are counted as well, such as parameters and the batch.
     """
 
     def __init__(self, existing_tensors: Iterable[Tensor] = ()) -> None:

@@ -50,7 +50,7 @@ class Mailbox:
     A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
     Args:
-        turn: lock that only one running rank holds at a time. A rank releases it while it waits.
+        turn_lock: lock that only one running rank holds at a time. A rank releases it while it waits.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float, turn_lock: LockProtocol | None = None) -> None:
@@ -278,7 +278,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Work handle whose ``wait`` calls ``finish`` to complete the transfer. If it is None, the transfer is complete."""
+    """Work handle whose ``wait`` calls ``finish_fn`` to complete the transfer, or does nothing if it is None."""
 
     def __init__(self, finish_fn: Callable[[], object] | None) -> None:
         self._finish = finish_fn

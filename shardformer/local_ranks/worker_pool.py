@@ -43,17 +43,17 @@ class WorkerPool:
     ``MASTER_PORT``), seeds of 0, dtype float32 and gradients enabled. Process groups that a function creates are
     destroyed before the next call. Modules stay imported.
 
-    The workers are forked from a process that has imported torch and ``imports``. They start at the first call. They
-    are replaced after a call in which a worker died, timed out, or ended differently from the others. They exit with
-    the parent.
+    The workers are forked from a process that has imported torch and ``module_names``. They start at the first call.
+    They are replaced after a call in which a worker died, timed out, or ended differently from the others. They exit
+    with the parent.
 
     Functions are pickled by name: define them at the top level of a module or script. A script must make its calls
     under ``if __name__ == "__main__":``.
 
     Args:
         timeout_s: maximum duration of a call, after which the workers are killed.
-        threads: number of torch threads in each process.
-        imports: modules that the workers import when they start.
+        num_threads: number of torch threads in each process.
+        module_names: modules that the workers import when they start.
         grace_s: time that the other ranks may continue after one has raised.
 
     >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -219,8 +219,8 @@ class WorkerHandle:
     """Parent's handle of a worker process, with pipes for function calls and stack traces.
 
     Args:
-        context: multiprocessing context that starts the process.
-        inherited: function that the process inherits, if the context forks this process.
+        mp_context: multiprocessing context that starts the process.
+        inherited_fn: function that the process inherits, if the context forks this process.
     """
 
     def __init__(

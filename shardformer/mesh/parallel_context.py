@@ -314,7 +314,7 @@ class HostStagedWork:
 
     Args:
         works: transfers of the host copies.
-        arriving: pairs of a device tensor and the host buffer that receives its values.
+        pending_copies: pairs of a device tensor and the host buffer that receives its values.
     """
 
     def __init__(self, works: Sequence[Work], pending_copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:

@@ -87,8 +87,8 @@ class MonitoredWork:
     """Work handle whose ``wait`` reports which rank was lost if a connection fails.
 
     Attributes:
-        joined: (process group, number of collectives that this process has started on it including this one, kind of
-            collective), or None if they are not counted.
+        awaited_collective: (process group, number of collectives that this process has started on it including this
+            one, kind of collective), or None if they are not counted.
     """
 
     __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
@@ -122,7 +122,7 @@ class ReceiveWork(MonitoredWork):
     """Work handle of a receive operation, which counts the received messages.
 
     Args:
-        arrived: number of received messages per peer, which this class updates.
+        received_counts: number of received messages per peer, which this class updates.
     """
 
     __slots__ = ("_arrived", "_from")

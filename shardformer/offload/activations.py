@@ -109,10 +109,10 @@ class ActivationStore:
     Created by ``offload_activations``.
 
     Args:
-        to_host: Whether to move large tensors to the host.
+        offload_to_host: Whether to move large tensors to the host.
         axis: Axis over which the inputs of layers are sharded, or None.
         min_bytes: Smaller tensors stay on the device.
-        link: Copier between host and device. By default, one is created for the device of the model.
+        copier: Copier between host and device. By default, one is created for the device of the model.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class OffloadFile:
     The operating system deletes the file when the process ends.
 
     Args:
-        buffers: Maximum number of shards in memory at the same time.
+        num_buffers: Maximum number of shards in memory at the same time.
 
     Attributes:
         error: The first OSError of the current step.
@@ -211,7 +211,7 @@ class OffloadFileRange:
 class FileShard(HostShard):
     """A shard whose master weights and optimizer states are in a file, and whose gradients are in host memory.
 
-    An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
+    An OSError is stored in ``offload_file.error``, so that all ranks continue until they agree on how to proceed.
     """
 
     def __init__(

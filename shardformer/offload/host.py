@@ -44,7 +44,7 @@ class CompletedCopy:
 class AsyncCopy:
     """An asynchronous copy between host and device.
 
-    After ``wait``, later operations on the device wait for the copy. ``finish`` blocks until the copy is complete.
+    After ``wait_fn``, later operations on the device wait for the copy. ``block_fn`` blocks until the copy is complete.
     The copy keeps a reference to its source until it is complete, so that the memory is not reused.
     """
 
@@ -311,7 +311,7 @@ class HostShard(MasterWeightStore):
     """The master weights and reduced gradients of one shard in host memory.
 
     Args:
-        length: Number of elements.
+        numel: Number of elements.
         dtype: Dtype of the master weights and the gradients.
     """
 

@@ -29,9 +29,9 @@ class SavedTensorHooks:
     The pair is active from ``activate`` to ``deactivate``.
 
     Args:
-        pack: Returns a replacement for a tensor, or None to leave the tensor to other hooks.
-        unpack: Returns the original tensor for a replacement.
-        goes_first: Whether to call this pair before all others. By default the innermost pair is called first.
+        pack_hook: Returns a replacement for a tensor, or None to leave the tensor to other hooks.
+        unpack_hook: Returns the original tensor for a replacement.
+        run_first: Whether to call this pair before all others. By default the innermost pair is called first.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class SavedStorage:
 class SavedTensorHandle:
     """A handle that autograd saves in place of a tensor, to restore the tensor later.
 
-    Args:
-        place: Index in the forward record.
+    Attributes:
+        place: index in the forward record.
     """
 
     __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")

@@ -113,7 +113,8 @@ class StageCommunicator:
 
     Args:
         point_to_point: sends and receives along the pipe axis.
-        tensor: the tensor axis. Each of its ranks sends one shard of a replicated tensor. The receivers all-gather it.
+        tensor_axis: the tensor axis. Each of its ranks sends one shard of a replicated tensor. The receivers all-gather
+            it.
     """
 
     def __init__(self, point_to_point: PointToPointCommunicator, tensor_axis: Axis, device: torch.device) -> None:

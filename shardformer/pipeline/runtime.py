@@ -33,9 +33,9 @@ class LastStageOutputs:
     """Collects the outputs of the last pipeline stage, or computes the loss of the batch from them.
 
     Args:
-        parts, sizes: the micro-batches and their numbers of samples.
+        micro_batches, micro_batch_sizes: the micro-batches and their numbers of samples.
         stage_forward: runs the forward pass of the last stage.
-        weights: weights of the micro-batches in the loss of the batch, or None to keep the outputs.
+        loss_scaler: weights of the micro-batches in the loss of the batch, or None to keep the outputs.
         loss_fn: (output, micro-batch) -> loss, or None for the model's own loss.
 
     If ``checks_comparison`` is set, ``compares_samples`` is set if ``loss_fn`` compares the samples of a micro-batch.
@@ -234,8 +234,8 @@ class PipelineRuntime:
 
     Args:
         model: the model with this rank's parameters.
-        stages: the installed stages of the model.
-        exchange: communication with the other stages.
+        pipeline_stages: the installed stages of the model.
+        communicator: communication with the other stages.
     """
 
     def __init__(self, model: nn.Module, pipeline_stages: PipelineStages, communicator: StageCommunicator) -> None:

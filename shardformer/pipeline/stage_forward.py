@@ -241,16 +241,18 @@ class StageForward:
 
     Args:
         model: the sharded model.
-        chain: the layers of the model in execution order.
+        layer_sequence: the layers of the model in execution order.
         placeholders: placeholders for the parameters of other stages.
-        owners: layer calls that each parameter belongs to, by name.
+        owner_layers_by_name: layer calls that each parameter belongs to, by name.
         embedding_types: embedding classes, whose output shape is known without computing them.
-        checkpointed: layer calls with activation checkpointing.
-        random_stream: returns the index of the random stream of a stack, or 0 if all ranks draw the same numbers.
+        checkpointed_layers: layer calls with activation checkpointing.
+        random_stream_index_fn: returns the index of the random stream of a stack, or 0 if all ranks draw the same
+            numbers.
         device: device of the stage.
-        wrappers: by the id of a layer, its outermost wrapper (activation checkpointing), which is overridden instead.
-        permanent: whether to override the `forward` methods permanently, or only while ``override_forward_methods`` is
-            active.
+        wrapper_by_layer_id: by the id of a layer, its outermost wrapper (activation checkpointing), which is overridden
+            instead.
+        override_permanently: whether to override the `forward` methods permanently, or only while
+            ``override_forward_methods`` is active.
     """
 
     def __init__(

@@ -99,9 +99,10 @@ class Sharder:
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
-        fresh: whether the model was built only for this call. No optimizer can then refer to its parameters, so the
-            search for one, which visits every object of the process, is skipped.
-        compiler: arguments of the wrapper that ``torch.compile(model)`` returned, from ``unwrap_compiled_module``.
+        is_new_model: whether the model was built only for this call. No optimizer can then refer to its parameters, so
+            the search for one, which visits every object of the process, is skipped.
+        wrapper_options: arguments of the wrapper that ``torch.compile(model)`` returned, from
+            ``unwrap_compiled_module``.
 
     Raises:
         ShardFormerError: on every rank, if the ranks do not form one grid.

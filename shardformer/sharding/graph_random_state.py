@@ -134,7 +134,7 @@ class _RngStateDispatchMode(TorchDispatchMode):
     """A dispatch mode that passes a random state through all random operators while a layer is traced.
 
     Args:
-        state: the state of the generators before the layer.
+        rng_state: the state of the generators before the layer.
     """
 
     def __init__(self, rng_state: Tensor, device: torch.device) -> None:

@@ -48,7 +48,7 @@ class ActivationSharding:
     Args:
         axis: the tensor axis of the blocks.
         overlap: run the communication of the blocks in ring steps that overlap with the adjacent matmuls.
-        random: whether the model draws random numbers in training.
+        has_random_ops: whether the model draws random numbers in training.
     """
 
     length_name = "full"

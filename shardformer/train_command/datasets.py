@@ -427,7 +427,7 @@ class LengthGroupedSampler(Sampler[int]):
     The random order depends on torch's global generator, which the data loader seeds for each epoch.
 
     Args:
-        lengths: Number of tokens of each sample.
+        sample_lengths: Number of tokens of each sample.
         batch_size: Global batch size.
     """
 

@@ -96,7 +96,7 @@ class TextTokenizer:
     def to_transformers_tokenizer(self, *, add_end_token: bool, chat_template: str | None = None) -> Any:
         """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
 
-        ``should_add_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
+        ``add_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """
         found = make_byte_tokenizer(add_end_token=add_end_token) if self.hf_tokenizer is None else self.hf_tokenizer
         if chat_template is not None:
@@ -108,7 +108,7 @@ def make_byte_tokenizer(*, add_end_token: bool) -> Any:
     """Create a byte-level transformers tokenizer with the same token ids as ``TextTokenizer``.
 
     Args:
-        should_add_end_token: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair
+        add_end_token: Whether the tokenizer adds the padding token after a text, and a zero byte between a pair
             of texts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors

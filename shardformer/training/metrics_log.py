@@ -60,12 +60,12 @@ class MetricsWriter:
     One process of a run writes. It locks the folder while it writes.
 
     Args:
-        folder: Folder of the run, created if missing.
-        resume_at: Step at which a run resumes. Records of later steps are removed. None starts a new file, and renames
-            the file of an earlier run to ``records.1.jsonl`` or the next free number.
+        directory: Folder of the run, created if missing.
+        resume_step: Step at which a run resumes. Records of later steps are removed. None starts a new file, and
+            renames the file of an earlier run to ``records.1.jsonl`` or the next free number.
 
     Raises:
-        ConfigError: ``folder`` is a file, another process writes to it, or the file to resume is not a regular file.
+        ConfigError: ``directory`` is a file, another process writes to it, or the file to resume is not a regular file.
         InputError: The file to resume is damaged.
         OSError: The folder cannot be created or written.
     """

@@ -46,7 +46,7 @@ class DataRankPosition:
 class IterableDataSource:
     """Training data that is read from an iterable. Every rank reads all samples and uses its own shard.
 
-    The iterable yields samples, or global batches if ``collate`` is None.
+    The iterable yields samples, or global batches if ``collate_fn`` is None.
     """
 
     def __init__(self, source: Any, collate_fn: Collate | None) -> None:

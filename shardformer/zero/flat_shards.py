@@ -78,10 +78,10 @@ class FlatShard:
 
     Args:
         dtype: New dtype of the parameters. None keeps their dtype.
-        gathered: Options for parameters that are gathered on demand (stage 3).
+        unshard_options: Options for parameters that are gathered on demand (stage 3).
         axis: Axis over which the bucket is sharded. By default, the axis of the gradient reduction.
-        host: Host memory for the optimizer's parameters and gradients, or None to keep them on the device.
-        rounding: "kahan" or "stochastic", for bf16 parameters without fp32 master weights.
+        host_manager: Host memory for the optimizer's parameters and gradients, or None to keep them on the device.
+        rounding_mode: "kahan" or "stochastic", for bf16 parameters without fp32 master weights.
     """
 
     def __init__(

@@ -152,8 +152,8 @@ class BF16WeightStore(MasterWeightStore):
     """Stores the weights of a shard in bf16, and converts them to fp32 only for the optimizer step.
 
     Args:
-        own: This rank's shard in bf16.
-        rests: Whether to keep the rounding errors.
+        bf16_shard: This rank's shard in bf16.
+        keep_residual: Whether to keep the rounding errors.
     """
 
     def __init__(self, bf16_shard: Tensor, *, keep_residual: bool) -> None:

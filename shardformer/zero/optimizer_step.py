@@ -33,7 +33,7 @@ class ShardedParamUpdater:
     """Updates this rank's shards of the parameters with one or more optimizers.
 
     Args:
-        host: Host memory of offloaded shards, or None if all shards are on the device.
+        host_manager: Host memory of offloaded shards, or None if all shards are on the device.
     """
 
     def __init__(

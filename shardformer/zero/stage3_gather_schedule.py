@@ -144,9 +144,9 @@ class ParamGatherScheduler:
 
     Args:
         axis: Axis that contains all ranks of the model.
-        frees: Whether to free a group after use. Otherwise, it stays gathered until the end of the step.
-        gathers_ahead: Whether to gather the next group while the current one is used.
-        part: Returns which part of the model a forward pass runs, for a model with pipeline stages.
+        free_after_use: Whether to free a group after use. Otherwise, it stays gathered until the end of the step.
+        prefetch: Whether to gather the next group while the current one is used.
+        get_stage_part: Returns which part of the model a forward pass runs, for a model with pipeline stages.
     """
 
     def __init__(

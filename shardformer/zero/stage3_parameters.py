@@ -140,8 +140,8 @@ class Stage3ParamGroup:
     """A group of parameters that ZeRO stage 3 gathers and frees together, such as one layer.
 
     Args:
-        index: Index among the groups of the model, in the order of module registration.
-        name: Name of the group's first module.
+        group_index: Index among the groups of the model, in the order of module registration.
+        module_name: Name of the group's first module.
 
     Attributes:
         on_read: Called before an ungathered parameter is read, with the groups of all arguments of the operation.
@@ -356,11 +356,11 @@ class ParamGroupGradReducer(PausableReducer):
     """Reduces the gradients of ZeRO-3 parameter groups, one group at a time.
 
     Args:
-        buckets: The buckets of each group, by the index of the group.
-        arrived: Called when a parameter of a group has received a gradient.
-        entries: All parameters of the model. Parameters that are frozen now must stay frozen.
-        overlaps: Whether the reduction overlaps with computation.
-        memory: Pool for the buffers of the buckets.
+        buckets_by_group: The buckets of each group, by the index of the group.
+        on_grad_arrival: Called when a parameter of a group has received a gradient.
+        param_entries: All parameters of the model. Parameters that are frozen now must stay frozen.
+        overlap: Whether the reduction overlaps with computation.
+        buffer_pool: Pool for the buffers of the buckets.
     """
 
     def __init__(

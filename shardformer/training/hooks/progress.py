@@ -113,9 +113,9 @@ class StatusLine:
     """One-line status of a run, which is adapted to the width of the terminal.
 
     Args:
-        done: Completed fraction of the run from 0 to 1, or None if the number of steps is unknown.
-        required: Texts that are always shown, of which the first is the step.
-        optional: Texts that are shown if there is enough space, in the order of their importance.
+        done_fraction: Completed fraction of the run from 0 to 1, or None if the number of steps is unknown.
+        required_texts: Texts that are always shown, of which the first is the step.
+        optional_texts: Texts that are shown if there is enough space, in the order of their importance.
     """
 
     def __init__(
