@@ -15,7 +15,7 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.cli import build_app
 from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS, get_hook_arguments
 from shardformer.train_command.config_schema import TrainConfig

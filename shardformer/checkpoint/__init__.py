@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from shardformer.public_names import make_lazy_imports
 
 if TYPE_CHECKING:
-    from shardformer.checkpoint.directory import CheckpointRetention as CheckpointRetention
     from shardformer.checkpoint.load import LoadedCheckpoint as LoadedCheckpoint
+    from shardformer.checkpoint.retention import CheckpointRetention as CheckpointRetention
     from shardformer.checkpoint.save import async_save_checkpoint as async_save_checkpoint
 
 __getattr__, __all__ = make_lazy_imports(__name__)

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, select_chunks_to_write
-from shardformer.checkpoint.directory import SAVE, CheckpointRetention, delete_old_checkpoints
+from shardformer.checkpoint.directory import SAVE
 from shardformer.checkpoint.file_format import CheckpointIndex, fsync_path, get_rank_file_name, write_chunks
+from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
 from shardformer.checkpoint.training_state import ModelTensors, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int

@@ -116,7 +116,7 @@ def _train_in_current_process(config: TrainConfig) -> None:
 
 def _print_resume_hint(config: TrainConfig, exit_code: Any) -> None:
     """If a signal ended the run, print the path of its checkpoint and how to resume."""
-    from shardformer.train_command.summary import get_resume_hint
+    from shardformer.train_command.run import get_resume_hint
 
     if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         sys.stdout.flush()
@@ -179,7 +179,7 @@ def print_dry_run_report(console: Console, report: DryRunReport) -> None:
     from rich.table import Table
 
     from shardformer.errors import format_bytes
-    from shardformer.train_command.summary import describe_layout, print_rows
+    from shardformer.train_command.run import describe_layout, print_rows
 
     count = prod(report.axis_sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"

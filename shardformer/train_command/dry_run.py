@@ -20,8 +20,7 @@ from shardformer.train_command.build import build_hooks, build_model, build_opti
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
-from shardformer.train_command.run import load_data_and_model
-from shardformer.train_command.summary import RunSummary
+from shardformer.train_command.run import RunSummary, load_data_and_model
 from shardformer.training.data_loader import collate_samples
 from shardformer.training.initialize import make_pipeline
 from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory

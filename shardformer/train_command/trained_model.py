@@ -28,8 +28,14 @@ from shardformer.train_command.config_schema import TrainConfig, apply_config_ov
 from shardformer.train_command.datasets import ImageTransform
 from shardformer.train_command.load_data import load_data, should_add_end_token
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
-from shardformer.train_command.run import CONFIG_FILE, MODEL_KEY, TEMPLATE_KEY, Resume, load_data_and_model
-from shardformer.train_command.summary import EXPORT_FOLDER
+from shardformer.train_command.run import (
+    CONFIG_FILE,
+    EXPORT_FOLDER,
+    MODEL_KEY,
+    TEMPLATE_KEY,
+    Resume,
+    load_data_and_model,
+)
 from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_can_save, save_checkpoint
 from shardformer.comm.collective_call import check_same_call_and_data, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce

@@ -14,9 +14,9 @@ from torch import nn
 
 from shardformer.checkpoint import directory
 from shardformer.checkpoint import directory as folder_module
-from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.checkpoint.file_format import CheckpointIndex
 from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import RankSnapshot, save_checkpoint, write_snapshot
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads

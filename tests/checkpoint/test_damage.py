@@ -24,9 +24,10 @@ from shardformer.checkpoint import directory, file_format
 from shardformer.checkpoint import directory as folder
 from shardformer.checkpoint import file_format as files
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST, CheckpointRetention
+from shardformer.checkpoint.directory import LATEST
 from shardformer.checkpoint.file_format import INDEX_FILE, CorruptCheckpointError
 from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import LOCK, SAVING, ProcessIdentity, make_temporary_path

@@ -16,9 +16,10 @@ from torch import nn
 from shardformer import filesystem
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST, CheckpointRetention
+from shardformer.checkpoint.directory import LATEST
 from shardformer.checkpoint.file_format import read_save_number_and_time
 from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import DROPPED, LOCK, parse_temporary_name

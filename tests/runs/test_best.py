@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from shardformer.checkpoint.directory import CheckpointRetention, get_step_folder
+from shardformer.checkpoint.directory import get_step_folder
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.errors import ConfigError, check_choice, check_int, check_number
 from shardformer.filesystem import to_absolute_path

@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     mutant(
         "newest-by-the-clock",
-        "shardformer/checkpoint/directory.py",
+        "shardformer/checkpoint/retention.py",
         "key=lambda pair: (*pair[0], _get_step_folder_name(pair[1]))",
         "key=lambda pair: (pair[0][1], _get_step_folder_name(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
@@ -117,7 +117,7 @@ MUTANTS = [
     ),
     mutant(
         "keep-one-more",
-        "shardformer/checkpoint/directory.py",
+        "shardformer/checkpoint/retention.py",
         "if place >= retention.last and folder != newest_checkpoint and not is_kept and not is_young:",
         "if place > retention.last and folder != newest_checkpoint and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints_with_save_times
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
