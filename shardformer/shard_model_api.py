@@ -29,8 +29,7 @@ from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_model_with_adapters
 from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.layer_sequence import make_no_layers_error
-from shardformer.pipeline.partition import measure_layer_costs
+from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
 from shardformer.policies.policy import EmptyPolicy, Policy, get_registered_policy, has_user_registered_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import deprecate_renamed_parameters

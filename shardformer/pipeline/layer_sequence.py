@@ -8,7 +8,8 @@ belong to its first layer call, and modules after it (final norm, pooler, head) 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, Dim, ShardedFrom
 from shardformer.public_names import deprecate_renamed_arguments
 
@@ -254,16 +256,16 @@ def _find_owner_layers(
     for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
         calls = range(start, start + len(stack.layer_calls))
         from_first = [f"{stack.layer_calls[0]}.{path}" for path in stack.stages.shared_from_first]
-        if any(is_inside_module(tensor_name, path) for path in (*stack.stages.on_every_stage, *from_first)):
+        if any(_is_inside_module(tensor_name, path) for path in (*stack.stages.on_every_stage, *from_first)):
             return calls
-        inside = [u for u in calls if is_inside_module(tensor_name, stack.layer_calls[u - start])]
+        inside = [u for u in calls if _is_inside_module(tensor_name, stack.layer_calls[u - start])]
         if inside:
             return inside
     for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
-        if any(is_inside_module(tensor_name, path) for path in stack.stages.with_first_layer):
+        if any(_is_inside_module(tensor_name, path) for path in stack.stages.with_first_layer):
             return [start]
         if any(
-            is_inside_module(tensor_name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path
+            _is_inside_module(tensor_name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path
         ):
             return [start + len(stack.layer_calls) - 1]
     return [_find_adjacent_layer(tensor_name, layer_sequence, registration_order)]
@@ -273,7 +275,7 @@ def _find_adjacent_layer(tensor_name: str, layer_sequence: LayerSequence, regist
     """Choose the layer whose pipeline stage stores a parameter outside the layers, by registration order."""
     starts = layer_sequence.stack_start_indices
     firsts = [
-        min(at for n, at in registration_order.items() if is_inside_module(n, s.layer_calls[0]))
+        min(at for n, at in registration_order.items() if _is_inside_module(n, s.layer_calls[0]))
         for s in layer_sequence.stacks
     ]
     later = [i for i, first in enumerate(firsts) if registration_order[tensor_name] < first]
@@ -292,7 +294,7 @@ def _count_common_path_components(tensor_name: str, module_path: str) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def is_inside_module(tensor_name: str, module_path: str) -> bool:
+def _is_inside_module(tensor_name: str, module_path: str) -> bool:
     return tensor_name == module_path or tensor_name.startswith(f"{module_path}.")
 
 
@@ -308,3 +310,75 @@ def make_no_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequenc
         f"stack{why}.",
         remedy="Omit pipe, or describe the stack in a policy with Policy.stacks() or RolePolicy.stack.",
     )
+
+
+MIN_COST = 1e-9
+"""Cost of a layer without weights."""
+
+
+def estimate_layer_costs(
+    model: nn.Module, layer_sequence: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
+) -> list[float]:
+    """Estimate the cost of each layer by counting the weights that multiply each token.
+
+    Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
+    """
+    layer_calls = layer_sequence.layer_calls
+    costs = [MIN_COST + _count_matmul_weights(model, model.get_submodule(path)) for path in layer_calls]
+    tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for path, module in model.named_modules() if layer_calls else ():
+        for name, p in module.named_parameters(recurse=False):
+            at, *others = owner_layers_by_name[f"{path}.{name}" if path else name]
+            is_counted = others or _is_inside_module(path, layer_calls[at])
+            if p.dim() >= 2 and id(module) not in tables and not is_counted:
+                costs[at] += p.numel()
+    return costs
+
+
+def _count_matmul_weights(model: nn.Module, module: nn.Module) -> float:
+    config: Any = getattr(model, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    total = 0.0
+    for p in module.parameters():
+        if p.dim() == 2 or p.dim() > 3:
+            total += p.numel()
+        elif p.dim() == 3:
+            total += p.numel() * min(1.0, chosen / p.shape[0]) if isinstance(chosen, int) else p.numel()
+    return total
+
+
+def measure_layer_costs(
+    model: nn.Module,
+    layer_sequence: LayerSequence,
+    forward_fn: Callable[[], Any],
+    num_rounds: int,
+    device: torch.device,
+) -> list[float]:
+    """Measure the forward time of each layer in seconds, as the minimum over ``num_rounds`` runs.
+
+    The time between two layers counts for the second layer, and the time after the last layer for the last layer.
+    """
+    marks: list[float] = []
+
+    def record_time_hook(*_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks.append(time.perf_counter())
+
+    layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.layer_calls)]
+    remove_hooks = [
+        register_forward_hooks(layer, HookOrder.RECORDER, forward_hook=record_time_hook) for layer in layers
+    ]
+    found: list[list[float]] = []
+    try:
+        for _ in range(num_rounds + 1):  # the first round is a warm-up
+            marks.clear()
+            record_time_hook()
+            forward_fn()
+            record_time_hook()
+            marks[-2:] = marks[-1:]  # the last layer ends with the model
+            found.append([b - a for a, b in pairwise(marks)])
+    finally:
+        for remove in remove_hooks:
+            remove()
+    return [min(each) for each in zip(*found[1:], strict=True)]

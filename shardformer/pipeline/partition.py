@@ -1,29 +1,21 @@
-"""Partitions a sequence of layers into contiguous pipeline stages, and estimates or measures the cost of each layer.
+"""Partitions a sequence of layers into contiguous pipeline stages, each with at least one layer.
 
 A partition of ``n`` layers into ``p`` stages is a list of ``p + 1`` bounds: stage ``i`` runs layers ``bounds[i]`` to
-``bounds[i + 1] - 1``. Each stage has at least one layer.
+``bounds[i + 1] - 1``.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import nn
-
 from shardformer.errors import ConfigError, check_argument, check_choice
-from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.pipeline.layer_sequence import LayerSequence, is_inside_module
 
 PARTITION_METHODS = ("balanced", "uniform")
 """Names of the partition methods. A partition is one of these, or a list with a number of layers per virtual stage."""
 RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
-MIN_COST = 1e-9
-"""Cost of a layer without weights."""
 
 
 def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: Any = None) -> None:
@@ -192,71 +184,3 @@ def _find_best_partition(
         ]
     assert best_from[0] is not None  # there are enough layers, and ``limit`` is reachable
     return best_from[0]
-
-
-def estimate_layer_costs(
-    model: nn.Module, layer_sequence: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
-) -> list[float]:
-    """Estimate the cost of each layer by counting the weights that multiply each token.
-
-    Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
-    """
-    layer_calls = layer_sequence.layer_calls
-    costs = [MIN_COST + _count_matmul_weights(model, model.get_submodule(path)) for path in layer_calls]
-    tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for path, module in model.named_modules() if layer_calls else ():
-        for name, p in module.named_parameters(recurse=False):
-            at, *others = owner_layers_by_name[f"{path}.{name}" if path else name]
-            is_counted = others or is_inside_module(path, layer_calls[at])
-            if p.dim() >= 2 and id(module) not in tables and not is_counted:
-                costs[at] += p.numel()
-    return costs
-
-
-def _count_matmul_weights(model: nn.Module, module: nn.Module) -> float:
-    config: Any = getattr(model, "config", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    total = 0.0
-    for p in module.parameters():
-        if p.dim() == 2 or p.dim() > 3:
-            total += p.numel()
-        elif p.dim() == 3:
-            total += p.numel() * min(1.0, chosen / p.shape[0]) if isinstance(chosen, int) else p.numel()
-    return total
-
-
-def measure_layer_costs(
-    model: nn.Module,
-    layer_sequence: LayerSequence,
-    forward_fn: Callable[[], Any],
-    num_rounds: int,
-    device: torch.device,
-) -> list[float]:
-    """Measure the forward time of each layer in seconds, as the minimum over ``num_rounds`` runs.
-
-    The time between two layers counts for the second layer, and the time after the last layer for the last layer.
-    """
-    marks: list[float] = []
-
-    def record_time_hook(*_: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        marks.append(time.perf_counter())
-
-    layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.layer_calls)]
-    remove_hooks = [
-        register_forward_hooks(layer, HookOrder.RECORDER, forward_hook=record_time_hook) for layer in layers
-    ]
-    found: list[list[float]] = []
-    try:
-        for _ in range(num_rounds + 1):  # the first round is a warm-up
-            marks.clear()
-            record_time_hook()
-            forward_fn()
-            record_time_hook()
-            marks[-2:] = marks[-1:]  # the last layer ends with the model
-            found.append([b - a for a, b in pairwise(marks)])
-    finally:
-        for remove in remove_hooks:
-            remove()
-    return [min(each) for each in zip(*found[1:], strict=True)]

@@ -21,6 +21,7 @@ from shardformer.pipeline.layer_sequence import (
     LayerRange,
     LayerSequence,
     StackDescription,
+    estimate_layer_costs,
     make_no_layers_error,
     map_tensors_to_layers,
     map_tensors_to_stages,
@@ -29,7 +30,6 @@ from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 from shardformer.pipeline.partition import (
     RENAMED_METHODS,
     check_partition,
-    estimate_layer_costs,
     partition_balanced,
     partition_explicit,
     partition_uniform,

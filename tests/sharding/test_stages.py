@@ -10,8 +10,8 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import map_tensors_to_layers
-from shardformer.pipeline.partition import estimate_layer_costs, partition_balanced
+from shardformer.pipeline.layer_sequence import estimate_layer_costs, map_tensors_to_layers
+from shardformer.pipeline.partition import partition_balanced
 from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
