@@ -12,6 +12,7 @@ from functools import partial
 from math import inf, prod
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -57,20 +58,34 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
     """
     if (needed := getattr(optimizer, "needs_full_matrices", None)) is not None:
         return bool(needed)
-    return any(
-        [
-            _group_requires_full_matrices(optimizer, group, SMALL_SHAPES)
-            or _group_requires_full_matrices(optimizer, group, LARGE_SHAPES)
-            for group in _get_distinct_groups(optimizer)
-        ]
+    return any([_run_trial(optimizer, *item) for item in _get_distinct_groups(optimizer).items()])
+
+
+def _run_trial(optimizer: Optimizer, settings: str, param_group: dict[str, Any]) -> bool:
+    """Run the trial for a parameter group, or return the result for an equal optimizer without state of its own."""
+    kind = type(optimizer)
+    key = (kind.step, settings)
+    # a scheduler replaces methods, which the trial ignores; any other attribute may determine the updates
+    own = [n for n, v in vars(optimizer).items() if n not in _PLAIN and not (callable(v) and hasattr(kind, n))]
+    is_plain = not optimizer.state and all(name.startswith("_shardformer") for name in own)
+    if is_plain and key in _RESULTS.get(kind, {}):
+        return _RESULTS[kind][key]
+    result = any(
+        _group_requires_full_matrices(optimizer, param_group, shapes) for shapes in (SMALL_SHAPES, LARGE_SHAPES)
     )
+    if is_plain:
+        _RESULTS.setdefault(kind, {})[key] = result
+    return result
 
 
-def _get_distinct_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+_PLAIN = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+_RESULTS: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, str], bool]] = WeakKeyDictionary()
+
+
+def _get_distinct_groups(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return one of all parameter groups that have the same settings, apart from their learning rates."""
     ignored = ("params", "param_names", "lr", "initial_lr")
-    groups = optimizer.param_groups
-    return list({repr([x for x in group.items() if x[0] not in ignored]): group for group in groups}.values())
+    return {repr([x for x in group.items() if x[0] not in ignored]): group for group in optimizer.param_groups}
 
 
 def _group_requires_full_matrices(
@@ -122,7 +137,7 @@ def can_step_params_separately(optimizer: Optimizer) -> bool:
         return False
     inputs = _create_trial_inputs(SMALL_SHAPES)
     try:
-        for group in _get_distinct_groups(optimizer):
+        for group in _get_distinct_groups(optimizer).values():
             together, separate = (_run_trial_steps(optimizer, group, inputs, step_separately=x) for x in (False, True))
             if len(together) != len(separate) or _compute_max_difference(together, separate) > 0:
                 return False

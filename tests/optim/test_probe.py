@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.fake_rank import enable_fake_tensors
+from shardformer.zero import elementwise_trial
 from shardformer.zero.elementwise_trial import (
     can_step_params_separately,
     estimate_optimizer_state_bytes,
@@ -209,6 +210,15 @@ def test_attribute_decides_without_a_trial(needed: bool) -> None:
     optimizer.needs_full_matrices = needed  # type: ignore[attr-defined]
     assert requires_full_matrices(optimizer) == needed
     assert not can_step_params_separately(optimizer)
+
+
+def test_result_of_an_equal_optimizer_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizers = [torch.optim.NAdam(make_params(), momentum_decay=0.125) for _ in range(4)]
+    assert not requires_full_matrices(optimizers[0])
+    optimizers[2].param_groups[0]["momentum_decay"] = 0.25
+    optimizers[3].clip_at = 10.0  # type: ignore[attr-defined]  # another attribute may determine the updates
+    monkeypatch.setattr(elementwise_trial, "_group_requires_full_matrices", lambda *_: True)
+    assert [requires_full_matrices(optimizer) for optimizer in optimizers] == [False, False, True, True]
 
 
 def test_equal_groups_share_one_trial() -> None:
