@@ -63,10 +63,10 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
 
 def _run_trial(optimizer: Optimizer, settings: str, param_group: dict[str, Any]) -> bool:
     """Run the trial for a parameter group, or return the result for an equal optimizer without state of its own."""
-    kind = type(optimizer)
+    kind, plain = type(optimizer), vars(torch.optim.SGD([torch.zeros(1)]))
     key = (kind.step, settings)
     # a scheduler replaces methods, which the trial ignores; any other attribute may determine the updates
-    own = [n for n, v in vars(optimizer).items() if n not in _PLAIN and not (callable(v) and hasattr(kind, n))]
+    own = [n for n, v in vars(optimizer).items() if n not in plain and not (callable(v) and hasattr(kind, n))]
     is_plain = not optimizer.state and all(name.startswith("_shardformer") for name in own)
     if is_plain and key in _RESULTS.get(kind, {}):
         return _RESULTS[kind][key]
@@ -78,7 +78,6 @@ def _run_trial(optimizer: Optimizer, settings: str, param_group: dict[str, Any])
     return result
 
 
-_PLAIN = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 _RESULTS: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, str], bool]] = WeakKeyDictionary()
 
 
