@@ -128,7 +128,7 @@ def broken_rule(source: str, target: str) -> str | None:
         return None  # another library, or the package's own __init__
     here, there = part_of(source), part_of(target)
     if here not in FLOOR:
-        return f"{source} stands on no floor: add {here!r} to FLOORS"
+        return f"the package of {source} has no place in the order: add {here!r} to FLOORS"
     if there is None:
         return None if here == "cli" else f"{source} imports the whole package: name the module"
     if here == there or FLOOR.get(there, len(FLOORS)) < FLOOR[here]:
@@ -391,7 +391,7 @@ SHARED = {
     "launcher.shutdown.STUCK_PROCESSES": "of a process that ends",
     "launcher.shutdown.STACK_LOCATIONS": "of a process that ends",
     "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
-    "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
+    "layout.sharding_metadata._OWNERS": "by the identity of a parameter, which only its own rank reads",
     "mesh.parallel_context._LOGS": "by process group; ranks that are threads have none",
     "mesh.deadlock_detection._OF_PROCESS": "by process id; ranks that are threads have no presence",
     "discovery.user_policy_validation._RESULTS": "findings about classes and configs, made under a lock",
@@ -400,7 +400,7 @@ SHARED = {
     "public_names.cls.__init__": "set once, when the class is defined",
     "zero.elementwise_trial._RESULTS": "results that depend only on the class of an optimizer and its settings",
     "policies.policy._REGISTERED": "what the user registers for the process",
-    "consistency.rank_divergence._SIGNS": "constants, the same whoever makes them",
+    "consistency.rank_divergence._SIGNS": "constants, which are equal on all ranks",
     "torch_patches._INSTALLED": "changed under a lock; other libraries are the same for all ranks",
     "torch_patches._BLOCKS": "counted under a lock",
     "verify.small_models.LIBRARIES": "what a library of models registers for the process",

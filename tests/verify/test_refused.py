@@ -84,7 +84,7 @@ def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, ask
     }
     with pytest.raises(ConfigError, match=words) as caught:
         verify(**call, pool=pool2)
-    assert "".join(traceback.format_exception(caught.value)).count(str(caught.value)) == 1, "it is said once"
+    assert "".join(traceback.format_exception(caught.value)).count(str(caught.value)) == 1, "it is written once"
     assert pool2.pids == pids, "no worker was killed"
 
 
