@@ -116,11 +116,24 @@ def find_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def _find_wrapped_attribute(wrapper: nn.Module) -> list[str]:
+    """Return the path from a PEFT wrapper to the module that it wraps, which a child of the wrapper may hold."""
+    for name in INNER:
+        if wrapper._modules.get(name) is not None:
+            return [name]
+    return next([name, *_find_wrapped_attribute(m)] for name, m in wrapper.named_children() if is_peft_wrapper(m))
+
+
+def _list_wrapped_path_parts(wrapper: nn.Module) -> list[str]:
+    parts = _find_wrapped_attribute(wrapper)
+    inner = wrapper.get_submodule(".".join(parts))
+    return [*parts, *_list_wrapped_path_parts(inner)] if is_peft_wrapper(inner) else parts
+
+
 def find_innermost_wrapper(wrapper: nn.Module) -> tuple[nn.Module, str]:
     """Return the innermost PEFT wrapper around a module, and the name of its attribute that holds the module."""
-    name = next(name for name in INNER if name in wrapper._modules)
-    inner = wrapper._modules[name]
-    return find_innermost_wrapper(inner) if inner is not None and is_peft_wrapper(inner) else (wrapper, name)
+    *parts, name = _list_wrapped_path_parts(wrapper)
+    return wrapper.get_submodule(".".join(parts)), name
 
 
 def get_wrapped_module(wrapper: nn.Module) -> nn.Module:
@@ -130,12 +143,7 @@ def get_wrapped_module(wrapper: nn.Module) -> nn.Module:
 
 def get_wrapped_module_path(wrapper_path: str, wrapper: nn.Module) -> str:
     """Return the path of the module inside nested PEFT wrappers. The outermost wrapper is at ``wrapper_path``."""
-    parts, module = [wrapper_path], wrapper
-    while is_peft_wrapper(module):
-        name = next(name for name in INNER if name in module._modules)
-        parts.append(name)
-        module = module.get_submodule(name)
-    return ".".join(parts)
+    return ".".join([wrapper_path, *_list_wrapped_path_parts(wrapper)])
 
 
 def set_submodule(model: nn.Module, module_path: str, module: nn.Module) -> None:

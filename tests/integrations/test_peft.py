@@ -128,6 +128,11 @@ def test_an_adapter_with_the_name_of_a_module_can_be_deleted(integrations: Integ
     assert before == after
 
 
+def test_trained_tokens_equal_one_process_under_zero_3(integrations: IntegrationProcess) -> None:
+    found = integrations(1).run(runs.compare_trained_tokens)[0]
+    assert found.worst < BOUND, found
+
+
 def test_norms_of_a_sharded_model_are_copied_without_the_model(integrations: IntegrationProcess) -> None:
     found = integrations(1).run(runs.compare_saved_norms)[
         0
