@@ -120,7 +120,7 @@ def _collect_states_and_param_groups(
         found = collect_optimizer_states(optimizer, model_tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"Cannot use one state dict for {len(found)} optimizers.",
+                f"Cannot use one state dict for {len(found)} optimizers: {', '.join(each.kind for each in found)}.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):

@@ -43,7 +43,7 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import get_rng_states, set_rng_states
 from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
-from shardformer.zero.optimizer_state_view import load_state_dict_in_place
+from shardformer.zero.optimizer_state_view import COORDINATES_KEY, load_state_dict_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 EXTRA_STATE = "_extra_state"
@@ -440,7 +440,39 @@ def collect_optimizer_states(optimizer: Any, model_tensors: ModelTensors) -> lis
                 remedy="Pass the model that you passed to shard_optimizer.",
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
-    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(plain)]
+    for each in plain:
+        _check_saves_only_torch_state(each)
+    saved = [stateful for each in plain for stateful in (each, *_find_nested_optimizers(each))]
+    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(saved)]
+
+
+def _check_saves_only_torch_state(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a class adds entries to the state dict of torch, which a checkpoint would not contain."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    if added := sorted(optimizer.state_dict().keys() - {"state", "param_groups", COORDINATES_KEY}):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"{kind}.state_dict() has the entries {', '.join(map(repr, added))}, which a checkpoint cannot save.",
+            remedy=f"Store the tensors of each parameter in {kind}.state[parameter], and options in its param_groups.",
+        )
+
+
+def _find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a wrapper such as Lookahead updates with, and that have a state of their own."""
+    found, seen, pending = [], {id(optimizer), id(optimizer.state)}, list(vars(optimizer).values())
+    while pending:
+        value = pending.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            if id(value.state) not in seen:
+                found.append(value)
+            pending += vars(value).values()
+        elif type(value) in (list, tuple, dict):
+            pending += value.values() if isinstance(value, dict) else value
+    return found
 
 
 def merge_optimizer_values(values_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
+from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import OffloadConfig
@@ -32,6 +33,33 @@ Make = Callable[[nn.Module], Any]
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Average the weights of an inner optimizer every second step. Both optimizers have a state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[param]
+            if not state:
+                state.update(slow=param.clone(), step=0)
+            state["step"] += 1
+            if state["step"] % 2 == 0:
+                param.copy_(state["slow"].lerp_(param, 0.5))
+
+
+class LookaheadWithState(Lookahead):
+    """Save the state of the inner optimizer in an additional entry."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.inner.state_dict()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,8 @@ CASES = [
     Case("Muon", data=2, tensor=2, make=muon, settings={"stage": 2}, dtype=torch.float64),
     Case("Adafactor", data=2, make=lambda m: torch.optim.Adafactor(m.parameters()), settings={"stage": 1}),
     Case("transformers", make=lambda m: transformers.Adafactor(m.parameters(), lr=0.02, relative_step=False)),
+    Case("Lookahead", data=2, make=lambda m: Lookahead(adamw(m)), settings={"stage": 1}),
+    Case("Lookahead-tensor", tensor=2, make=lambda m: Lookahead(adamw(m))),
     Case("LAMB", data=2, tensor=2, make=lambda m: LAMB(m.parameters(), lr=0.01), settings={"stage": 0}),
 ]
 
@@ -102,7 +132,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
     return model, shard_optimizer(model, inner, **settings), scheduler
 
 
-@pytest.mark.reduced(one_in=2, at_most=4, keep=("kahan", "stochastic"))
+@pytest.mark.reduced(one_in=2, at_most=4, keep=("kahan", "stochastic", "Lookahead"))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_resumed_run_equals_uninterrupted_run(case: Case, tmp_path: Path) -> None:
@@ -127,6 +157,16 @@ def test_resumed_run_equals_uninterrupted_run(case: Case, tmp_path: Path) -> Non
     for ours, theirs in zip(run_as_threads(resumed, data=case.data, tensor=case.tensor), expected, strict=True):
         assert ours.keys() == theirs.keys()
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_an_optimizer_that_saves_additional_entries_is_refused(tmp_path: Path) -> None:
+    def run(context: ParallelContext) -> None:
+        model = shard_model(nn.Sequential(nn.Linear(3, 2)), context=context)
+        save_checkpoint(model, tmp_path, LookaheadWithState(adamw(model)))
+
+    with pytest.raises(ConfigError, match=r"LookaheadWithState.state_dict\(\) has the entries 'inner'"):
+        run_as_threads(run, data=1)
+    assert not list(tmp_path.glob("step*"))
 
 
 def test_stochastic_rounding_while_loading_is_identical_on_all_ranks(tmp_path: Path) -> None:
