@@ -49,7 +49,7 @@ def tiny(name: str, folder: Path) -> TrainConfig:
     return load_train_config(file, [f"{key}={value}" for key, value in changes.items()])
 
 
-@pytest.mark.reduced(at_most=3)
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_dry_run_of_a_template_works(name: str, tmp_path: Path) -> None:
     made = tiny(name, tmp_path)

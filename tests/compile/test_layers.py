@@ -214,6 +214,7 @@ def test_other_families(family: str, options: dict[str, Any]) -> None:
     assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
 
 
+@pytest.mark.full
 def test_autocast_differs_by_less_than_its_own_rounding() -> None:
     """The eager backward adds the gradients of q, k and v in another order, which 16 bits show."""
     found = run_as_threads(lambda context: compare(context, dtype=torch.bfloat16), in_turn=True, tensor=2)
@@ -368,6 +369,7 @@ def test_layer_keeps_its_signature_and_other_forwards_are_found() -> None:
     run_as_threads(do, data=1)
 
 
+@pytest.mark.full
 def test_engine_compiles_again_after_resharding() -> None:
     """The first layout compiles what ``torch.compile(model)`` requests, the second what its config does."""
 

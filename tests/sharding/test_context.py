@@ -140,7 +140,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(at_most=8)
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_context_parallel_training_equals_one_process(family: str, layout: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ WHOLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(at_most=5)
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.feature("context parallel")
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
 @pytest.mark.parametrize(

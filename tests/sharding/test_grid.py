@@ -125,7 +125,7 @@ def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *SMALL_GRIDS), ids=str)
 def test_grid_training_equals_one_process(family: str, mode: str, sizes: Sizes) -> None:
@@ -146,6 +146,7 @@ def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
@@ -274,7 +275,7 @@ def test_norms_with_explicit_formulas_are_recognized(family: str, head: str, mod
     check(plain.double().train(), [dict(make_example_batches(plain)[0])], mode, sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("found_once")
 def test_replicated_attention_receives_local_samples() -> None:
     torch.manual_seed(0)

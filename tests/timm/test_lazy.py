@@ -97,7 +97,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
     return run_as_threads(train, tensor=ranks)
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [of(name, "lazy initialization", beside=way) for name, *way in in_turn(MODELS, (2,), (4,))],

@@ -108,7 +108,7 @@ def test_tensor_parallel(pools: WorkerPools, family: str, tensor: int) -> None:
     check(pools, SmallModelFactory(family), RandomBatchFactory(DEFAULT_HEAD[family]), tensor, "plain")
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.feature("sequence parallel")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (4,), (2,)))
 def test_sequence_parallel(
@@ -118,7 +118,7 @@ def test_sequence_parallel(
         record_property("feature", refused)
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.feature("overlap")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (2,), (4,)))
 def test_sequence_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:

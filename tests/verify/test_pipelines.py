@@ -69,7 +69,7 @@ def check(
     return report
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize(
     ("family", "schedule"), [*in_turn(SMALL_CONFIGS, ("gpipe",), ("1f1b",)), *in_turn(SMALL_CONFIGS, ("interleaved",))]
