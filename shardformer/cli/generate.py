@@ -13,6 +13,9 @@ from shardformer.cli.run import relaunch_in_processes
 from shardformer.errors import ConfigError, InputError, get_first_message_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from shardformer.train_command.trained_model import SavedModel
 
 OPTION_GROUPS = {
@@ -107,7 +110,7 @@ def _print_generated_text(generation: dict[str, Any], as_json: bool, is_answer: 
 
 
 def _render_prompt(
-    saved_model: SavedModel, tokenizer: Any, prompt: str, system_message: str | None, is_raw: bool
+    saved_model: SavedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, system_message: str | None, is_raw: bool
 ) -> tuple[bool, str]:
     """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
     if not prompt:
@@ -124,7 +127,9 @@ def _render_prompt(
     return True, _apply_chat_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
 
 
-def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+def _apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> str:
     try:
         found: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -138,7 +143,7 @@ def _apply_chat_template(tokenizer: Any, messages: list[dict[str, str]], add_gen
         ) from error
 
 
-def _get_stop_kwargs(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _get_stop_kwargs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return arguments for ``generate`` that stop the text at the end of the model's answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_chat_template(tokenizer, [ask], True), _apply_chat_template(tokenizer, [ask, answer], False)
@@ -162,14 +167,16 @@ def _validate_sampling_options(sampling_options: dict[str, float | None]) -> dic
     return options
 
 
-def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
+def _tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, model_config: PreTrainedConfig, max_new_tokens: int, is_chat: bool
+) -> Tensor:
     """Tokenize a prompt into token ids of shape (1, sequence length). Raises InputError if the prompt is too long."""
     from shardformer.train_command.build import get_max_sequence_length
 
     if not hasattr(tokenizer, "decode"):
         raise ConfigError("The model has no tokenizer for text.", remedy="Pass a language model with a tokenizer.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
-    ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
+    ids: Tensor = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     length, most = ids.shape[1], get_max_sequence_length(model_config)
     if most is not None and not model_config.is_encoder_decoder and length + max_new_tokens > most:
         shorter = f", or --max-new-tokens {most - length}" if length < most else ""
@@ -181,7 +188,7 @@ def _tokenize_prompt(tokenizer: Any, prompt: str, model_config: Any, max_new_tok
     return ids
 
 
-def _check_can_generate(model: Any, model_name: str) -> None:
+def _check_can_generate(model: PreTrainedModel, model_name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
             f"{model_name!r} is a {type(model).__name__}, which cannot generate text.",
@@ -189,7 +196,7 @@ def _check_can_generate(model: Any, model_name: str) -> None:
         )
 
 
-def _generate_tokens(engine: Any, input_ids: Any, seed: int, generate_kwargs: dict[str, Any]) -> list[int]:
+def _generate_tokens(engine: Any, input_ids: Tensor, seed: int, generate_kwargs: dict[str, Any]) -> list[int]:
     """Return the new tokens. All ranks draw the same samples, because they have the same seed and the same logits."""
     import torch
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -114,7 +114,7 @@ def _train_in_current_process(config: TrainConfig) -> None:
         sys.exit(code)
 
 
-def _print_resume_hint(config: TrainConfig, exit_code: Any) -> None:
+def _print_resume_hint(config: TrainConfig, exit_code: str | int | None) -> None:
     """If a signal ended the run, print the path of its checkpoint and how to resume."""
     from shardformer.train_command.run import get_resume_hint
 

@@ -128,7 +128,7 @@ class ConsistencyMonitor:
     _optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     _turns: dict[str, int] = field(default_factory=dict)
     _parts: dict[str, list[WeightSlices]] = field(default_factory=dict)
-    _late: dict[str, Any] = field(default_factory=dict)
+    _late: dict[str, tuple[Tensor, torch.cuda.Event]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _get_random_signs(self.state.context.device)  # allocated before the memory of a step is measured
@@ -398,7 +398,7 @@ MODELS = "_shardformer_models"
 """Attribute of an optimizer that caches its number of parameters and the metadata of the models it trains."""
 
 
-def _optimizer_step_post_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _optimizer_step_post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for state in get_metadata_of_trained_models(optimizer):
         if isinstance(state.monitor, ConsistencyMonitor):
             state.monitor.record_optimizer_step(optimizer)
@@ -513,7 +513,7 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
                 )
 
 
-def _compute_gradient_checksum(grad: Tensor | None) -> Any:
+def _compute_gradient_checksum(grad: Tensor | None) -> tuple[int, int] | None:
     if grad is None or not has_data(grad):
         return None
     return compute_numel_and_hash(grad.detach().to_dense() if grad.is_sparse else grad.detach())

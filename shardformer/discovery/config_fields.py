@@ -9,10 +9,13 @@ from enum import Enum, auto
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Path = tuple[str, ...]  # names of nested config fields, from the outermost config inward
 
@@ -247,7 +250,7 @@ def _infer_field_meaning(field: ConfigField) -> FieldMeaning | None:
     return FieldMeaning.WIDTH if is_width else None
 
 
-def probe_config_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
+def probe_config_fields(build_model: Callable[[Any], nn.Module], config: PreTrainedConfig) -> list[ConfigField]:
     """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
     before = find_size_occurrences(build_model(config))
     found = []
@@ -263,7 +266,7 @@ def probe_config_fields(build_model: Callable[[Any], nn.Module], config: Any) ->
     return found
 
 
-def iter_int_fields(config: Any, path_prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+def iter_int_fields(config: PreTrainedConfig, path_prefix: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield the path and value of each integer greater than 1 in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
@@ -274,7 +277,7 @@ def iter_int_fields(config: Any, path_prefix: Path = ()) -> Iterator[tuple[Path,
             yield (*path_prefix, name), value
 
 
-def iter_int_and_uniform_list_fields(config: Any) -> Iterator[tuple[Path, int]]:
+def iter_int_and_uniform_list_fields(config: PreTrainedConfig) -> Iterator[tuple[Path, int]]:
     """Yield the path and value of each integer greater than 1 in a config, including lists of identical integers."""
     yield from iter_int_fields(config)
     for path, values in iter_list_fields(config):
@@ -283,7 +286,7 @@ def iter_int_and_uniform_list_fields(config: Any) -> Iterator[tuple[Path, int]]:
 
 
 def iter_list_fields(
-    config: Any, path_prefix: Path = (), item_type: type = int
+    config: PreTrainedConfig, path_prefix: Path = (), item_type: type = int
 ) -> Iterator[tuple[Path, Sequence[Any]]]:
     """Yield the path and value of each list of ``item_type`` values in a config and its nested configs."""
     for name, value in vars(config).items():
@@ -295,7 +298,7 @@ def iter_list_fields(
             yield (*path_prefix, name), value
 
 
-def replace_config_fields(config: Any, value_by_path: Mapping[Path, Any]) -> Any:
+def replace_config_fields(config: PreTrainedConfig, value_by_path: Mapping[Path, Any]) -> PreTrainedConfig:
     """Return a copy of a config with new values for some of its fields.
 
     If the field is a list and the new value is a number, the number replaces each entry of the list.
@@ -309,13 +312,13 @@ def replace_config_fields(config: Any, value_by_path: Mapping[Path, Any]) -> Any
     return config
 
 
-def get_sub_config(config: Any, field_path: Path) -> Any:
+def get_sub_config(config: PreTrainedConfig, field_path: Path) -> PreTrainedConfig:
     for name in field_path:
         config = vars(config)[name]
     return config
 
 
-def iter_configs(config: Any) -> Iterator[Any]:
+def iter_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a config and, recursively, its nested configs."""
     yield config
     for value in vars(config).values():
@@ -345,7 +348,7 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
     return found
 
 
-def _get_size_location(module: nn.Module, tensor_name: str, tensor: Any, dim: int) -> SizeLocation | None:
+def _get_size_location(module: nn.Module, tensor_name: str, tensor: Tensor, dim: int) -> SizeLocation | None:
     """Classify a dim of a parameter or buffer, or return None for the spatial dims of a convolution kernel."""
     if tensor_name in module._buffers:
         return SizeLocation.BUFFER
@@ -363,7 +366,7 @@ def _get_size_location(module: nn.Module, tensor_name: str, tensor: Any, dim: in
 def make_meta_model_builder(model_cls: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
     """Return a function that builds a ``model_cls`` from a config on the meta device."""
 
-    def build_on_meta(config: Any) -> nn.Module:
+    def build_on_meta(config: PreTrainedConfig) -> nn.Module:
         with torch.device("meta"):
             return model_cls(config)
 

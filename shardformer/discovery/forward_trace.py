@@ -115,14 +115,14 @@ class _TensorOriginTracker(TorchDispatchMode):
         self._tensors: list[Tensor] = []  # prevents reuse of ids
         self.merged: dict[frozenset[str], int] = {}
 
-    def get_origins(self, tensor: Any) -> frozenset[str]:
+    def get_origins(self, tensor: Tensor) -> frozenset[str]:
         return self._marks.get(id(tensor), frozenset())
 
     def set_origins(self, tensor: Tensor, origins: frozenset[str]) -> None:
         self._marks[id(tensor)] = origins
         self._tensors.append(tensor)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         inputs = [(x, self.get_origins(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -10,13 +10,13 @@ import inspect
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, 
 from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
 from shardformer.sharding.checks import has_library_forward
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 RELATIVE = 1e-4
 """Tolerance relative to the largest value of a gradient. Some models cast to fp32, but real errors are much larger."""
@@ -220,7 +223,7 @@ class _TensorReadDetector(TorchDispatchMode):
         self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
         self.found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
             if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_data(x):
                 self.found = self.found or x.untyped_storage().data_ptr() in self._storages
@@ -432,7 +435,7 @@ def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.
     return model
 
 
-def _match_image_and_text_widths(model: nn.Module, small_config: Any) -> nn.Module:
+def _match_image_and_text_widths(model: nn.Module, small_config: PreTrainedConfig) -> nn.Module:
     """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
     made = dict(example_inputs.iter_known_inputs(model))
     if width := example_inputs.get_image_feature_dim(model, made):
@@ -596,7 +599,7 @@ class LabelDependence:
     is_label_aligned: bool
 
 
-def measure_label_dependence(model: Any) -> LabelDependence | None:
+def measure_label_dependence(model: PreTrainedModel) -> LabelDependence | None:
     """Measure which input tokens affect the prediction of a label, or return None if the model cannot be measured.
 
     The measurement uses a copy of the model, or a reduced model if the model is large.
@@ -611,7 +614,7 @@ def measure_label_dependence(model: Any) -> LabelDependence | None:
 
 
 def check_packing_support(
-    model: Any, option_name: str = "data.packing = true", remedy: str = "Remove data.packing"
+    model: PreTrainedModel, option_name: str = "data.packing = true", remedy: str = "Remove data.packing"
 ) -> None:
     """Raise ConfigError if a model attends across documents that are packed into one row.
 
@@ -647,7 +650,7 @@ def _are_packed_documents_isolated(model: nn.Module, input_ids_BS: Tensor) -> bo
     return bool(difference <= NOISE * alone_BSV.abs().max())
 
 
-def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
+def _make_small_model(model: PreTrainedModel) -> tuple[nn.Module, Tensor]:
     """Return a copy of the model on the CPU (or a reduced model if it is large), and a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)

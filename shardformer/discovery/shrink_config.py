@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from shardformer.discovery.config_fields import (
 )
 from shardformer.errors import PolicyError
 from shardformer.transformers_compat import load_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LAYERS, MAX_LAYERS = 2, 8
 PATCHES = 4  # patches per side of the image of a vision submodel
@@ -70,12 +73,12 @@ def _find_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def reduce_num_layers(
-    config: Any,
+    config: PreTrainedConfig,
     model: nn.Module,
     build_model: Callable[[Any], nn.Module],
     num_first_layers: int,
     num_layers_per_kind: int,
-) -> Any:
+) -> PreTrainedConfig:
     """Return a config with only the first ``num_first_layers`` layers and the first layers of each kind.
 
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
@@ -83,7 +86,7 @@ def reduce_num_layers(
     """
     lengths = _get_module_list_lengths(model)
 
-    def try_get_list_lengths(candidate_config: Any) -> dict[str, int] | None:
+    def try_get_list_lengths(candidate_config: PreTrainedConfig) -> dict[str, int] | None:
         try:
             return _get_module_list_lengths(build_model(copy.deepcopy(candidate_config)))
         except Exception:  # the field does not count layers
@@ -94,7 +97,7 @@ def reduce_num_layers(
             list_lengths.get(name, length) < length for name, length in lengths.items()
         )
 
-    def is_num_stages_field(field_path: Path, field_value: int, reduced_config: Any) -> bool:
+    def is_num_stages_field(field_path: Path, field_value: int, reduced_config: PreTrainedConfig) -> bool:
         """Return whether a config field is the number of stages instead of the number of layers."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == field_path[:-1])
         is_candidate = field_path in dict(iter_int_fields(config)) and any(
@@ -124,7 +127,7 @@ def reduce_num_layers(
     return config
 
 
-def reduce_image_sizes(config: Any) -> None:
+def reduce_image_sizes(config: PreTrainedConfig) -> None:
     """Reduce the image sizes in a config in place, for models with a vision submodel or with stages."""
     for path, size in [*iter_int_fields(config)]:
         place = get_sub_config(config, path[:-1])
@@ -141,7 +144,7 @@ def reduce_image_sizes(config: Any) -> None:
                     setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
 
 
-def reduce_mrope_sections(config: Any, original_model: nn.Module) -> None:
+def reduce_mrope_sections(config: PreTrainedConfig, original_model: nn.Module) -> None:
     """Shrink the multimodal rotary sections (``mrope_section``) of a config to its head dim, in place.
 
     The sections are the numbers of features of a head that are rotated by time, height and width. They are read from
@@ -168,8 +171,8 @@ def _get_module_list_lengths(model: nn.Module) -> dict[str, int]:
 
 
 def _remove_layers_from_config(
-    config: Any, field_path: Path, num_layers: int, num_first_layers: int, num_layers_per_kind: int
-) -> Any:
+    config: PreTrainedConfig, field_path: Path, num_layers: int, num_first_layers: int, num_layers_per_kind: int
+) -> PreTrainedConfig:
     """Return a copy of a config with fewer layers, and shorten each list in it that has one entry per layer."""
     few = copy.deepcopy(config)
     place, field = get_sub_config(few, field_path[:-1]), field_path[-1]
@@ -243,7 +246,7 @@ class ConfigShrinker:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_model_builder(type(model))
-        self._few: dict[tuple[int, int], Any] = {}
+        self._few: dict[tuple[int, int], PreTrainedConfig] = {}
         every = self._get_config_with_fewer_layers(0, 1)
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
             every = self._get_config_with_fewer_layers(count_layers_covering_all_kinds(model), 1)
@@ -251,14 +254,14 @@ class ConfigShrinker:
         self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.infer_field_meanings(self.fields)
 
-    def _get_config_with_fewer_layers(self, num_first_layers: int, num_layers_per_kind: int) -> Any:
+    def _get_config_with_fewer_layers(self, num_first_layers: int, num_layers_per_kind: int) -> PreTrainedConfig:
         if (num_first_layers, num_layers_per_kind) not in self._few:
             self._few[num_first_layers, num_layers_per_kind] = reduce_num_layers(
                 copy.deepcopy(self.model.config), self.model, self.make, num_first_layers, num_layers_per_kind
             )
         return self._few[num_first_layers, num_layers_per_kind]
 
-    def count_model_parameters(self, config: Any) -> int:
+    def count_model_parameters(self, config: PreTrainedConfig) -> int:
         try:
             return sum(p.numel() for p in self.make(copy.deepcopy(config)).parameters())
         except Exception:  # building the model reports the error
@@ -306,13 +309,13 @@ class ConfigShrinker:
         return small
 
 
-def _find_unset_media_token_fields(config: Any) -> list[Path]:
+def _find_unset_media_token_fields(config: PreTrainedConfig) -> list[Path]:
     """Return the config fields for image and audio token ids that are None until the tokenizer sets them."""
     fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
     return [(name,) for name, value in fields if value is None]
 
 
-def shrink_config(config: Any, **shrink_options: Any) -> Any:
+def shrink_config(config: PreTrainedConfig, **shrink_options: Any) -> PreTrainedConfig:
     """Return a small version of a transformers config that keeps one layer of each kind.
 
     Args:
@@ -322,7 +325,7 @@ def shrink_config(config: Any, **shrink_options: Any) -> Any:
     return ConfigShrinker(model).make_small_config(**{"layers": get_num_layers_to_keep(model), **shrink_options})
 
 
-def build_meta_model(config: Any) -> nn.Module:
+def build_meta_model(config: PreTrainedConfig) -> nn.Module:
     """Build the model class that a transformers config lists first, or its base model, on the meta device.
 
     Raises:
@@ -348,7 +351,7 @@ def build_meta_model(config: Any) -> nn.Module:
     return model
 
 
-def get_first_architecture(config: Any) -> str:
+def get_first_architecture(config: PreTrainedConfig) -> str:
     """Return the class name of the first architecture that a config lists, or an empty string if it lists none."""
     named = getattr(config, "architectures", None) or []
     first = named if isinstance(named, str) else next(iter(named), "") if isinstance(named, list | tuple) else ""
@@ -363,7 +366,7 @@ def get_model_class(class_name: str) -> type[nn.Module] | None:
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small_config: Any, kept_field_names: Collection[str]) -> Any:
+def rebuild_config(small_config: PreTrainedConfig, kept_field_names: Collection[str]) -> PreTrainedConfig:
     """Construct a config again so that its class recomputes all derived fields except ``kept_field_names``."""
     default, now, assigned = vars(type(small_config)()), vars(small_config), {}
     for field in (field for field in dataclasses.fields(small_config) if field.init):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -305,7 +305,7 @@ class _LowPrecisionDetector(TorchDispatchMode):
         if torch.is_autocast_enabled("cpu"):
             self.seen = torch.get_autocast_dtype("cpu")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4:

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from torch.distributed.elastic.multiprocessing.api import PContext
 
 FOLDER = "SHARDFORMER_FINISHING"
@@ -152,13 +154,13 @@ def _print_shutdown_notice(num_processes: int, signum: signal.Signals, timeout_s
     )
 
 
-def _get_running_processes(context: PContext) -> list[Any]:
+def _get_running_processes(context: PContext) -> list[Popen[Any]]:
     """Return the processes of torch's launcher that are still running, as ``subprocess.Popen`` objects."""
     handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
 
 
-def _signal_processes_and_wait(processes: Sequence[Any], signum: signal.Signals, timeout_s: float | None) -> None:
+def _signal_processes_and_wait(processes: list[Popen[Any]], signum: signal.Signals, timeout_s: float | None) -> None:
     """Send a signal to worker processes, and wait until they have saved their work and exited.
 
     Unlike torch, this does not signal their process groups, because that would end the data loading workers of a

@@ -129,7 +129,7 @@ class MemoryTracker(TorchDispatchMode):
         self._track_storages(existing_tensors)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self._track_storages(tree_leaves(out))
@@ -210,7 +210,7 @@ def _patch_attention_mask_creation() -> Undo:
 
     names = [name for name, function in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if function is make]
 
-    def install_mask_functions(find_packed_fn: Any, make_mask_fn: Any) -> None:
+    def install_mask_functions(find_packed_fn: Callable[..., Any], make_mask_fn: Callable[..., Any]) -> None:
         masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find_packed_fn, make_mask_fn
         for name in names:
             masking_utils.AttentionMaskInterface.register(name, make_mask_fn)

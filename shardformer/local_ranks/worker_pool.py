@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from multiprocessing import connection, forkserver, get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -289,7 +290,7 @@ class WorkerHandle:
         self._stack.close()
 
 
-def _get_fork_server_context(module_names: Sequence[str]) -> Any:
+def _get_fork_server_context(module_names: Sequence[str]) -> BaseContext:
     """Return a multiprocessing context that starts workers quickly, because its fork server has imported torch.
 
     The server also imports the transformers models that the parent has imported, if they are few.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -65,7 +65,7 @@ class DeferredTensorView:
 class RecordedInitStep:
     """A recorded tensor operation, with links to the operations that computed its inputs."""
 
-    func: Any  # a torch operator or a ``SafetensorsTensorReader``
+    func: Callable[..., Any]  # a torch operator or a ``SafetensorsTensorReader``
     args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
     kwargs: dict[str, Any]
     output_views: tuple[
@@ -173,7 +173,7 @@ def run_init_step(step: RecordedInitStep, storage_by_deferred_id: dict[int, Unty
             storage_by_deferred_id[id(view.deferred)] = _convert_to_recorded_layout(value, view)
 
 
-def _rerun_random_op(func: Any, rng_state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _rerun_random_op(func: Callable[..., Any], rng_state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation from a recorded generator state, without changing torch's default generator."""
     if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()

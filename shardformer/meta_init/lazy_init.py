@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import getattr_static
 from types import FunctionType
@@ -71,14 +71,14 @@ OVERWRITING_OPS = {
 """Functions that overwrite a tensor without reading it. They draw the same amount of random numbers for any values."""
 
 VERSION = "_shardformer_version"
-IS_META: Any = getattr_static(Tensor, "is_meta").__get__
-DEVICE: Any = getattr_static(Tensor, "device").__get__
+IS_META: Callable[[Tensor], bool] = getattr_static(Tensor, "is_meta").__get__
+DEVICE: Callable[[Tensor], torch.device] = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDeviceMode(TorchFunctionMode):
     """A function mode in which lazily built tensors report the CPU as their device."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and get_deferred_storage(args[0]) is not None:
             return False
         if func == DEVICE and get_deferred_storage(args[0]) is not None:
@@ -109,7 +109,7 @@ class InitRecorderMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives its bases no types
         self._cpu_device_mode.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.scalar_tensor.default:  # the 2.0 of `weight[0] = 2.0`, on the device of the weight
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
@@ -145,7 +145,7 @@ class InitRecorderMode(TorchDispatchMode):
         self._record_operation(func, args, kwargs, written, result)
         return result
 
-    def _create_deferred_tensors(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _create_deferred_tensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type != "cpu":
             if device.type == "meta" and not self.allows_meta:
@@ -252,7 +252,7 @@ REGISTRATION_PATCH = Patch(
 )
 
 
-def _parameter_registration_hook(module: nn.Module, param_name: str, param: Any) -> None:
+def _parameter_registration_hook(module: nn.Module, param_name: str, param: nn.Parameter | None) -> None:
     if isinstance(param, nn.Parameter):
         for params in _ACTIVE.params:
             params.append(param)
@@ -264,7 +264,7 @@ class LazyInitFromPretrained(LazyInit):
     allows_meta = True
 
 
-def _is_float_factory_call(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_float_factory_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is aten.full.default and kwargs.get("dtype") is None:
         return isinstance(args[1], float)
     dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -272,7 +272,7 @@ def _is_float_factory_call(func: Any, args: Any, kwargs: dict[str, Any]) -> bool
 
 
 def _make_slice_before_cast_step(
-    func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
 ) -> RecordedInitStep | None:
     """Cast a slice of a tensor instead of slicing the cast tensor, so that no full-size copy is allocated."""
     sources: list[DeferredTensorView] = []
@@ -316,7 +316,7 @@ def _is_on_meta_device(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
-def _get_mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _get_mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -333,7 +333,7 @@ def _find_overwritten_storage(func: Any, mutated_tensors: list[Tensor]) -> Defer
     return None
 
 
-def _get_writer_steps(deferred_storages: Any) -> tuple[RecordedInitStep, ...]:
+def _get_writer_steps(deferred_storages: Iterable[DeferredStorage]) -> tuple[RecordedInitStep, ...]:
     return tuple({id(p.writer_step): p.writer_step for p in deferred_storages if p.writer_step is not None}.values())
 
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, BinaryIO
+from io import FileIO
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def _get_size_and_mtime(stat_result: os.stat_result) -> tuple[int, int]:
     return stat_result.st_size, stat_result.st_mtime_ns
 
 
-def _read_header(file: BinaryIO | Any, file_size: int) -> bytes:
+def _read_header(file: FileIO, file_size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = max(min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:

@@ -51,7 +51,7 @@ SAMPLES_PER_PART = 2
 """Number of samples in each of A and B if the batch has enough. BatchNorm needs more than one."""
 
 
-def gather_over_data(x: Tensor, context: Any) -> Tensor:
+def gather_over_data(x: Tensor, context: ParallelContext) -> Tensor:
     """All-gather a tensor over the data parallel ranks along dim 0, with gradients.
 
     Use this in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import get_even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import CollectiveLog
+from shardformer.mesh.transport import CollectiveLog, Work
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, get_sent_actions
 from shardformer.torch_compat import has_data
 
@@ -90,9 +89,9 @@ class _PostedReceive:
     """
 
     action: Action
-    header: tuple[Tensor, Any] | None = None
+    header: tuple[Tensor, Work] | None = None
     parts: list[Tensor] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
 
 
 @dataclass
@@ -123,7 +122,7 @@ class StageCommunicator:
         self.known: dict[tuple[int, Hashable], TensorMetas] = {}
         self.given: Mapping[tuple[int, Hashable], TensorMetas] = {}
         self._arrived: dict[tuple[bool, int, int], list[Tensor]] = {}
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[tuple[Work, Tensor]] = deque()
         self._incoming: dict[int, _ReceiveQueue] = {}
         self.waiting_for: int | None = None
         self.seconds_waited = 0.0

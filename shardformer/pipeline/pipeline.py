@@ -14,6 +14,7 @@ from shardformer.comm import collectives
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_random_state_and_check_ranks
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.gradient_accumulation import micro_batches as splitting
+from shardformer.gradient_accumulation.label_tracing import LabelTransform
 from shardformer.gradient_accumulation.micro_batch_loss import (
     LossWeight,
     MicroBatchLossScaler,
@@ -151,7 +152,7 @@ class Pipeline:
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
         self._stages: PipelineStages = state.stages or _make_single_stage(self._sharded, state)
-        self._label_transforms: dict[int, Any] = {}
+        self._label_transforms: dict[int, LabelTransform] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
         self.checkpointed: set[str] = set()  # paths of those layers

@@ -537,7 +537,7 @@ def compute_bubble_fraction(
 
 
 def _simulate_ranks(
-    schedule: Schedule, durations: Mapping[Any, float], send_duration: float
+    schedule: Schedule, durations: Mapping[ActionKind | tuple[ActionKind, int], float], send_duration: float
 ) -> tuple[list[list[ActionSpan]], str]:
     """Simulate all ranks, and return the start and end of each action and a description of any deadlock."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from shardformer.torch_compat import (
     Node,
@@ -138,7 +139,7 @@ class _BranchNode:
     grads: Grads = ()
     results: dict[int, Tensor | None] | None = None
     needed_grads: tuple[bool, ...] | None = None
-    handles: list[Any] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def add_hooks(self, executed_nodes: list[_BranchNode]) -> None:
         """Register hooks that store the gradients reaching this autograd node, for the later weight part.

@@ -283,7 +283,7 @@ class StageForward:
         self.now: StageForwardState | None = None
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RNGUseDetector(device or torch.device("cpu"))
-        self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
+        self._overridden: dict[nn.Module, Callable[..., Any] | None] = {}  # instance attribute ``forward`` before
         self._remove_hooks: list[Callable[[], None]] = []
         if override_permanently:
             self._override_layer_forwards(model)
@@ -420,8 +420,8 @@ class StageForward:
         layer_index: int,
         stack: StackDescription,
         original_forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         self._seed_rng(forward_state, layer_index + 1 + (self._num_layers + 2) * self._random_stream(stack))
         is_first = layer_index not in self._checked_layers
@@ -448,7 +448,7 @@ class StageForward:
         forward_state: StageForwardState,
         layer_index: int,
         original_forward: Callable[..., Any],
-        args: Any,
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
         """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""

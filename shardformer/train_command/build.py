@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from shardformer.errors import (
@@ -49,6 +49,9 @@ from shardformer.transformers_compat import get_config_classes, load_transformer
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Pattern of lower-case parameter names that have no weight decay, as in transformers."""
 PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
@@ -57,11 +60,12 @@ PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
 """Function from the unsharded model to a function that creates an optimizer from local parameters."""
 WEIGHT_DECAY = "weight_decay"
+T = TypeVar("T")
 
 
 def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimizer:
     """Return a function that creates the configured optimizer for a model. Raises ConfigError for invalid arguments."""
-    known: dict[str, Any] = {
+    known: dict[str, type[Optimizer]] = {
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
@@ -77,14 +81,14 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
             remedy=suggest_similar_names(optimizer_options.name, known),
         )
     extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (optimizer_options.model_extra or {}).items()}
-    arguments = {"lr": optimizer_options.lr, **extra}
+    arguments: dict[str, Any] = {"lr": optimizer_options.lr, **extra}
     parameters = inspect.signature(kind).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_constructor_arguments(kind, arguments, "optimizer", ignored_names=list(parameters)[:1])
 
     def create_optimizer(
         group_fn: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]
-    ) -> Any:
+    ) -> Optimizer:
         groups = group_fn(params)
         try:
             return kind(groups, **arguments)
@@ -109,7 +113,7 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
     )
 
 
-def _make_optimizer_error(kind: Any, arguments: Mapping[str, Any], exception: Exception) -> ConfigError:
+def _make_optimizer_error(kind: type[Optimizer], arguments: Mapping[str, Any], exception: Exception) -> ConfigError:
     """Make an error for an optimizer that does not accept its arguments, or only some parameters, such as matrices."""
     reason = get_first_message_line(exception)
     try:
@@ -147,7 +151,7 @@ def _make_param_group_fn(
 
     def group_params(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in model.named_parameters()}
-        groups: dict[Any, list[nn.Parameter]] = {kind: [] for kind in order}
+        groups: dict[tuple[bool, float], list[nn.Parameter]] = {kind: [] for kind in order}
         for param in params:
             groups[kinds[names[id(param)]]].append(param)
         return [
@@ -308,7 +312,7 @@ def _disable_module_to(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def check_constructor_arguments(
-    cls: Any, kwargs: Mapping[str, Any], config_section: str, ignored_names: Iterable[str] = ()
+    cls: type, kwargs: Mapping[str, Any], config_section: str, ignored_names: Iterable[str] = ()
 ) -> None:
     """Raise ConfigError if a class does not accept one of the arguments, or if a required argument is missing."""
     parameters = inspect.signature(cls).parameters
@@ -347,7 +351,7 @@ class LambdaLR(lr_scheduler.LambdaLR):
 
     lr_lambdas: list[Any]
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> list[float | Tensor]:
         options, num_warmup_steps, *_ = self.lr_lambdas[0].args
         is_kept = options.name == "constant" and self.last_epoch >= max(num_warmup_steps, 1)
         return [group["lr"] for group in self.optimizer.param_groups] if is_kept else super().get_lr()
@@ -409,7 +413,7 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
-KNOWN_HOOKS = get_builtin_hook_classes()
+KNOWN_HOOKS: dict[str, type[Hook]] = get_builtin_hook_classes()
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
@@ -458,7 +462,7 @@ class HookArgument:
     description: str = ""
 
 
-def get_hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
+def get_hook_arguments(hook_class: type[Hook]) -> dict[str, HookArgument]:
     """Return the constructor arguments of a hook class by name, except ``**options``."""
     found = {}
     try:
@@ -475,7 +479,7 @@ def get_hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
     return found
 
 
-def _validate_argument_types(hook_class: Any, hook_kwargs: dict[str, Any], config_section: str) -> dict[str, Any]:
+def _validate_argument_types(hook_class: type, hook_kwargs: dict[str, Any], config_section: str) -> dict[str, Any]:
     """Validate the arguments of a hook against the types that its class declares, and return them."""
     known, found = get_hook_arguments(hook_class), dict(hook_kwargs)
     for name, value in hook_kwargs.items():
@@ -495,7 +499,7 @@ def _validate_argument_types(hook_class: Any, hook_kwargs: dict[str, Any], confi
     return found
 
 
-def _find_hook_class(hook_name: str) -> Any:
+def _find_hook_class(hook_name: str) -> type[Hook]:
     if hook_name in KNOWN_HOOKS:
         return KNOWN_HOOKS[hook_name]
     if ":" not in hook_name:
@@ -507,7 +511,7 @@ def _find_hook_class(hook_name: str) -> Any:
     return import_user_class(hook_name, Hook, f"hooks.{hook_name!r}")
 
 
-def import_user_class(class_path: str, base_class: type, config_key: str) -> Any:
+def import_user_class(class_path: str, base_class: type[T], config_key: str) -> type[T]:
     """Import a subclass of ``base_class`` that a configuration specifies as file.py:Class or package.module:Class."""
     from shardformer.verify.model_source import import_module_or_file  # takes 0.6 s
 
@@ -558,7 +562,7 @@ def get_transformers_model_class(config: TrainConfig) -> Any:
 def build_model(
     config: TrainConfig,
     training_data: TrainingData,
-    base_model_config: Any,
+    base_model_config: PreTrainedConfig,
     *,
     lazy_init: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -605,7 +609,7 @@ def build_model(
 
 
 def create_model_from_config(
-    model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool
+    model_class: type[Any], model_config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> nn.Module:
     """Build a transformers model with random weights."""
     before = torch.get_default_dtype()
@@ -620,7 +624,7 @@ def create_model_from_config(
         torch.set_default_dtype(before)
 
 
-def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
+def _check_task_support(config: TrainConfig, model_config: PreTrainedConfig, model_class: type[Any]) -> None:
     """Raise ConfigError if transformers has no class for the model type and the task of the run."""
     known = get_config_classes(model_class)
     if (
@@ -644,13 +648,13 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     )
 
 
-def get_max_sequence_length(model_config: Any) -> int | None:
+def get_max_sequence_length(model_config: PreTrainedConfig) -> int | None:
     """Return the maximum sequence length that the config of a model specifies, or None if it specifies no limit."""
     text = model_config.get_text_config()
     return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
 
 
-def _check_data_fits_model(config: TrainConfig, training_data: TrainingData, model_config: Any) -> None:
+def _check_data_fits_model(config: TrainConfig, training_data: TrainingData, model_config: PreTrainedConfig) -> None:
     if training_data.tokenizer is None:
         return
     text = model_config.get_text_config()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardformer.config import ParallelConfig
 from shardformer.errors import ShardFormerError
@@ -156,7 +157,7 @@ class _MemoryEstimator:
     def __init__(self, config: TrainConfig, training_data: TrainingData) -> None:
         self._config, self._data, self._saved = config, training_data, load_model_config(config)
         self._make_optimizer: Callable[..., Any] = build_optimizer_factory(config.optimizer)
-        self._shapes: dict[Any, dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
+        self._shapes: dict[tuple[int, int], dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
         self.description = self.why_untraced = ""
 
     def estimate_rank_memory(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemoryEstimate:
@@ -193,7 +194,7 @@ class _MemoryEstimator:
 
 
 def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, training_data: TrainingData, batch: Any, sent_shapes: dict[Any, Any]
+    model: nn.Module, layout: ParallelConfig, training_data: TrainingData, batch: Any, sent_shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Trace a training step, and return its peak memory in bytes, excluding the parameters.
 

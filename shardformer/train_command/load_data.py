@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,9 @@ from shardformer.train_command.read_rows import (
 from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
 from shardformer.training.sample_order import get_length_or_none
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "multi_label_classification"}
 """Task -> ``problem_type`` in transformers' configs."""
 
@@ -92,10 +95,10 @@ class TrainingData:
     classes: Sequence[Any] | None = None
     transform: ImageTransform | None = None
     problem_type: str | None = None
-    sampler: Any = None
+    sampler: LengthGroupedSampler | None = None
     skipped_rows_message: str = ""
-    loss_fn: Any = None
-    loss_weight: Any = None
+    loss_fn: DPOLoss | None = None
+    loss_weight: Callable[[Mapping[str, torch.Tensor]], float] | None = None
     preference_datasets: Sequence[PreferenceDataset] = ()
     add_end_token: bool = False
     chat_template: str | None = None
@@ -112,7 +115,7 @@ class TrainingData:
         return [self.train_dataset[index % len(self.train_dataset)] for index in range(num_first_samples)]
 
     @property
-    def processor(self) -> Any:
+    def processor(self) -> PreTrainedTokenizerBase | ImageTransform | None:
         """Tokenizer or image transform to export with the model."""
         if self.tokenizer is None:
             return self.transform
@@ -326,7 +329,7 @@ class _DatasetBuilder:
         self.chat_template = chat.chat_template
         return chat
 
-    def _count_skipped_rows(self, samples: Any, rows: DatasetRows) -> None:
+    def _count_skipped_rows(self, samples: Sized, rows: DatasetRows) -> None:
         self.num_skipped += len(rows) - len(samples)
         self.num_rows += len(rows)
 
@@ -355,7 +358,7 @@ class _DatasetBuilder:
         if first is None:
             names = ", ".join(get_data_source_names(data))
             raise InputError(f"The data {names} contains no rows.", remedy="Set data.train to data that contains rows.")
-        make: Callable[[Any], Any]
+        make: Callable[[Iterable[Mapping[str, Any]]], Iterable[Any]]
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer))
         else:
@@ -367,7 +370,7 @@ class _DatasetBuilder:
         return StreamedDataset(shuffled, make)
 
 
-def _stream_conversations(rows: Any, *, data: DataOptions, chat: ConversationTokenizer) -> Any:
+def _stream_conversations(rows: Iterable[Mapping[str, Any]], *, data: DataOptions, chat: ConversationTokenizer) -> Any:
     for sample in encode_conversations(rows, data, chat):
         yield TokenizedDataset([sample])[0]
 

@@ -6,12 +6,15 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError, get_first_message_line, suggest_similar_names
 from shardformer.train_command.config_schema import TrainConfig, suggest_trust_remote_code
 from shardformer.train_command.load_data import TrainingData
 from shardformer.transformers_compat import load_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Fields = Mapping[str, Any]
 _FP32_WEIGHTS = (
@@ -27,7 +30,7 @@ DECIDED_BY = {
 """Model config fields that a run must not set -> rule and remedy of the error."""
 
 
-def load_model_config(config: TrainConfig, default_fields: Fields | None = None) -> Any:
+def load_model_config(config: TrainConfig, default_fields: Fields | None = None) -> PreTrainedConfig:
     """Load the transformers config of the model, and apply the fields that the run configuration sets.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json contains such
@@ -44,7 +47,7 @@ def load_model_config(config: TrainConfig, default_fields: Fields | None = None)
     return _build_config(config, model_config, saved, fields) if fields else model_config
 
 
-def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
+def _load_saved_config(config: TrainConfig) -> tuple[PreTrainedConfig, Fields]:
     """Return the config of the model and the fields of its config.json, or {} if it has no config.json."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
@@ -73,13 +76,13 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
     return model_config, saved
 
 
-def _get_nested_config(model_config: Any, field_name: str) -> Any:
+def _get_nested_config(model_config: PreTrainedConfig, field_name: str) -> PreTrainedConfig | None:
     """Return the nested config in a field of a model config, or None if the field contains no config."""
     value = vars(model_config).get(model_config.attribute_map.get(field_name, field_name))
     return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
 
-def _get_field_names(model_config: Any) -> list[str]:
+def _get_field_names(model_config: PreTrainedConfig) -> list[str]:
     """Return all field names and aliases of a model config.
 
     A property with a private name, such as ``_attn_implementation``, is listed without the underscore.
@@ -90,7 +93,7 @@ def _get_field_names(model_config: Any) -> list[str]:
     return [*model_config.to_dict(), *model_config.attribute_map, *(name.removeprefix("_") for name in settable)]
 
 
-def _check_fields_exist(model_config: Any, fields: Fields, config_path: str = "model.config") -> None:
+def _check_fields_exist(model_config: PreTrainedConfig, fields: Fields, config_path: str = "model.config") -> None:
     """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
     known = _get_field_names(model_config)
     for field, value in fields.items():
@@ -104,7 +107,7 @@ def _check_fields_exist(model_config: Any, fields: Fields, config_path: str = "m
             _check_fields_exist(_get_config_for_model_type(nested, value), value, f"{config_path}.{field}")
 
 
-def _get_config_for_model_type(nested_config: Any, fields: Fields) -> Any:
+def _get_config_for_model_type(nested_config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
     """Return ``nested_config``, or a new config if the fields in ``fields`` set a different ``model_type``."""
     transformers = load_transformers()
     model_type = fields.get("model_type", nested_config.model_type)
@@ -112,7 +115,7 @@ def _get_config_for_model_type(nested_config: Any, fields: Fields) -> Any:
     return transformers.AutoConfig.for_model(model_type) if other else nested_config
 
 
-def _add_default_fields(model_config: Any, run_fields: Fields, default_fields: Fields) -> dict[str, Any]:
+def _add_default_fields(model_config: PreTrainedConfig, run_fields: Fields, default_fields: Fields) -> dict[str, Any]:
     """Add default values for fields that the run does not set. Fields of a text model go into the text config."""
     text, known = model_config.get_text_config(), _get_field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
@@ -125,7 +128,7 @@ def _add_default_fields(model_config: Any, run_fields: Fields, default_fields: F
     return fields
 
 
-def _merge_fields(model_config: Any, saved_fields: Fields, changed_fields: Fields) -> dict[str, Any]:
+def _merge_fields(model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields) -> dict[str, Any]:
     """Merge changed fields into the saved fields of a model config, and replace aliases by the actual field names."""
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved_fields.items()}
@@ -139,7 +142,9 @@ def _merge_fields(model_config: Any, saved_fields: Fields, changed_fields: Field
     return merged
 
 
-def _build_config(config: TrainConfig, model_config: Any, saved_fields: Fields, changed_fields: Fields) -> Any:
+def _build_config(
+    config: TrainConfig, model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
+) -> PreTrainedConfig:
     """Build a copy of a model config with changed fields, or raise ConfigError if the config class rejects them.
 
     For a model type, only the fields of the run are passed, under the names that the run uses, because derived fields
@@ -171,7 +176,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved_fields: Fields, 
 
 
 def _iter_fields_to_omit(
-    config_class: Any, model_config: Any, saved_fields: Fields, changed_fields: Fields
+    config_class: type[PreTrainedConfig], model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
 ) -> Iterator[Sequence[str]]:
     """Yield which saved fields to omit in each attempt to build a model config."""
     yield ()
@@ -193,7 +198,7 @@ def _iter_fields_to_omit(
     yield derived
 
 
-def get_image_size(model_config: Any) -> int | None:
+def get_image_size(model_config: PreTrainedConfig) -> int | None:
     """Return the image size in pixels that a model config specifies, or None if it specifies none."""
     for each in (model_config, getattr(model_config, "vision_config", None)):
         size = getattr(each, "image_size", None)
@@ -202,14 +207,14 @@ def get_image_size(model_config: Any) -> int | None:
     return None
 
 
-def get_class_names(model_config: Any) -> list[str]:
+def get_class_names(model_config: PreTrainedConfig) -> list[str]:
     """Return the class names of a model config, ordered by class index."""
     names: Mapping[int, str] = getattr(model_config, "id2label", None) or {}
     return [names[number] for number in sorted(names)]
 
 
 def derive_config_fields_from_data(
-    config: TrainConfig, training_data: TrainingData, model_config: Any
+    config: TrainConfig, training_data: TrainingData, model_config: PreTrainedConfig
 ) -> dict[str, Any]:
     """Derive model config fields such as ``vocab_size`` from the training data, unless the run sets them."""
     fields: dict[str, Any] = {}
@@ -234,7 +239,7 @@ def derive_config_fields_from_data(
     return {name: value for name, value in fields.items() if model_config.attribute_map.get(name, name) not in own}
 
 
-def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_config: Any) -> dict[str, Any]:
+def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields ``id2label`` and ``label2id`` of a model config for the classes of the training data."""
     own, names = config.model.config, get_class_names(model_config)
     if "id2label" in own or "num_labels" in own:

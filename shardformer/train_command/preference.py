@@ -23,6 +23,7 @@ from shardformer.train_command.conversations import (
     get_chat_template_kwargs,
 )
 from shardformer.train_command.datasets import PaddingCollator
+from shardformer.training.engine import Engine
 
 # B batch, S sequence, V vocabulary
 
@@ -139,7 +140,7 @@ def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
 
 
 def compute_reference_logps(
-    engine: Any, preference_dataset: PreferenceDataset, collator: PreferenceCollator, batch_size: int
+    engine: Engine, preference_dataset: PreferenceDataset, collator: PreferenceCollator, batch_size: int
 ) -> None:
     """Compute the reference log-probabilities of all answers, and store them in the data set.
 

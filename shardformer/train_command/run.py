@@ -54,7 +54,9 @@ from shardformer.training.trainer import Trainer
 from shardformer.weights.save_pretrained import check_export_directory, check_model_is_exportable, export_pretrained
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from rich.console import Console
+    from transformers import PreTrainedModel
 
 
 EXPORT_FOLDER = "model"
@@ -170,7 +172,7 @@ def print_rows(console: Console, labeled_rows: Iterable[tuple[str, str]]) -> Non
             console.print(Text.assemble((start.ljust(LABEL), "bold"), line), soft_wrap=True)
 
 
-def print_run_footer(config: TrainConfig, trainer: Any) -> None:
+def print_run_footer(config: TrainConfig, trainer: Trainer) -> None:
     """Print the locations of the checkpoint, exported model and metrics after a run, and the next command to try."""
     console = create_rich_console()
     rows: Rows = []
@@ -265,13 +267,13 @@ class Resume(Hook):
         self._checksums = compute_file_checksums(config.data)
         self._model_config = ""
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         return {
             "config": json.dumps(self._values), "num_steps": self._num_steps, MODEL_KEY: self._model_config,
             TEMPLATE_KEY: self._chat_template, "data_checksums": self._checksums,
         }  # fmt: skip
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self._before = {**state, "config": json.loads(state["config"])}
 
     def setup(self, trainer: TrainerProtocol) -> None:
@@ -387,7 +389,7 @@ DECODER = "is_decoder"
 """Config field that turns a transformers encoder into a decoder."""
 
 
-def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
+def check_attention_fits_task(config: TrainConfig, model: PreTrainedModel) -> None:
     """Raise ConfigError if a language model is not suitable for its task because it attends to the wrong tokens.
 
     A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that
@@ -416,7 +418,7 @@ def check_attention_fits_task(config: TrainConfig, model: Any) -> None:
             )
 
 
-def _suggest_causal_model(model: Any) -> str:
+def _suggest_causal_model(model: PreTrainedModel) -> str:
     """Suggest ``is_decoder = true`` if it makes the attention causal, and otherwise suggest another model."""
     if getattr(model.config, DECODER, True):
         return "use a model that predicts the next token"
@@ -468,7 +470,7 @@ def export_model(config: TrainConfig, engine: Engine, directory: Path, processor
     if config.lora is None:
         engine.export(directory, processor)
         return
-    model: Any = engine.model
+    model: PeftModel = engine.model
     if config.lora.merge:
         export_pretrained(model.merge_and_unload(), directory, tokenizer=processor)
         return

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.train_command.config_schema import suggest_trust_remote_code
 from shardformer.transformers_compat import load_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes"
 PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
@@ -33,7 +36,7 @@ class TextTokenizer:
     eos_token_id: int | None = PAD_TOKEN
     pad_token_id: int = PAD_TOKEN
     mask_token_id: int | None = MASK
-    hf_tokenizer: Any = None
+    hf_tokenizer: PreTrainedTokenizerBase | None = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens or truncating it."""
@@ -93,7 +96,9 @@ class TextTokenizer:
     def is_byte_level(self) -> bool:
         return self.hf_tokenizer is None
 
-    def to_transformers_tokenizer(self, *, add_end_token: bool, chat_template: str | None = None) -> Any:
+    def to_transformers_tokenizer(
+        self, *, add_end_token: bool, chat_template: str | None = None
+    ) -> PreTrainedTokenizerBase:
         """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
 
         ``add_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
@@ -104,7 +109,7 @@ class TextTokenizer:
         return found
 
 
-def make_byte_tokenizer(*, add_end_token: bool) -> Any:
+def make_byte_tokenizer(*, add_end_token: bool) -> PreTrainedTokenizerBase:
     """Create a byte-level transformers tokenizer with the same token ids as ``TextTokenizer``.
 
     Args:

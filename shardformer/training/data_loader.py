@@ -216,7 +216,7 @@ class ShardedDataLoader:
         """Return the data position to store in a checkpoint: the epoch, the samples read and the seed."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the data position from a checkpoint, or raise ConfigError if the data has a different length."""
         count, saved_count = self._source.count, state["samples"]
         if saved_count != count:

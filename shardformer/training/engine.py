@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
@@ -126,7 +127,7 @@ class Engine:
         parallel: ParallelConfig,
         context: ParallelContext,
         *,
-        scheduler: Any = None,
+        scheduler: LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None = None,
         has_target: bool = False,
     ) -> None:
         self._data: ShardedDataLoader | None = None
@@ -140,7 +141,7 @@ class Engine:
         self._pending_loss: Tensor | None = None
         self._is_backward_done = False
         self._saving: AsyncSave | None = None
-        self.rebuild: Callable[[Any], ReshardStats] | None = None
+        self.rebuild: Callable[[ParallelConfig | dict[str, Any]], ReshardStats] | None = None
 
     def __repr__(self) -> str:
         return format_summary(*self.summary())
@@ -181,7 +182,7 @@ class Engine:
         return self._data
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> Optimizer | list[Optimizer] | None:
         """The optimizer, or the list of optimizers if there are several, or None if there is none."""
         return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers or None
 
@@ -444,7 +445,7 @@ class Engine:
         extra: Any = None,
         retention: CheckpointRetention | int | None = None,
         in_background: bool = False,
-        position: Any = None,
+        position: dict[str, Any] | None = None,
     ) -> Path | None:
         """Save the model, optimizer, scheduler and data position in a checkpoint ``directory/step-00000123``.
 
@@ -466,7 +467,7 @@ class Engine:
         self.wait()
         if position is None and self.has_data:
             position = self.data.state()
-        options = {
+        options: dict[str, Any] = {
             "step": self.steps,
             "scheduler": self.scheduler,
             "extra": pack_engine_state(self.steps, self.skipped, position, extra),
@@ -477,7 +478,7 @@ class Engine:
         self._saving = async_save_checkpoint(self.model, directory, self.optimizer, **options)
         return None
 
-    def check_save(self, *, extra: Any = None, position: Any = None) -> None:
+    def check_save(self, *, extra: Any = None, position: dict[str, Any] | None = None) -> None:
         """Raise the same error as ``save`` if the engine cannot be saved, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_can_save(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
@@ -504,7 +505,7 @@ class Engine:
         self.wait()
         before = self.steps, self.skipped, self.data.state() if self.has_data else None
 
-        def restore_progress(num_steps: int, num_skipped_steps: int, data_position: Any) -> None:
+        def restore_progress(num_steps: int, num_skipped_steps: int, data_position: dict[str, Any] | None) -> None:
             if self.has_data and data_position is not None:
                 self.data.load_state(data_position)
             self.steps, self.skipped = num_steps, num_skipped_steps
@@ -577,7 +578,7 @@ class Engine:
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
-def requires_metric(scheduler: Any) -> bool:
+def requires_metric(scheduler: LRScheduler) -> bool:
     """Return whether the ``step`` method of a scheduler requires a metric, as with ``ReduceLROnPlateau``."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
 from shardformer.checkpoint.training_state import ModelTensors
@@ -22,6 +23,7 @@ from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.layout.packed_weights import check_quantized_model_has_adapters, find_packed_weights
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_is_module, get_metadata
@@ -43,6 +45,7 @@ from shardformer.pipeline.pipeline import (
     is_batch_norm,
     set_training_modes,
 )
+from shardformer.policies.policy import Policy
 from shardformer.random_state import restore_rng_states_on_error
 from shardformer.shard_model_api import shard_model_in_place
 from shardformer.sharding.checks import check_no_dtensors
@@ -68,6 +71,7 @@ from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimi
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
+SchedulerArgument = LRScheduler | Sequence[LRScheduler] | Callable[[Optimizer], LRScheduler] | None
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def _detach_optimizer_params(
         raise
 
 
-def _check_optimizer_params_in_model(optimizer: Optimizer, names_by_param_id: Mapping[int, Any]) -> None:
+def _check_optimizer_params_in_model(optimizer: Optimizer, names_by_param_id: Mapping[int, object]) -> None:
     kind = type(optimizer).__name__
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) not in names_by_param_id:
@@ -180,11 +184,11 @@ def _add_derived_mesh_axes(context: ParallelContext, config: ParallelConfig) -> 
 def _shard_model_and_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    policy: Any,
+    policy: Policy | type[Policy] | None,
     config: ParallelConfig,
     context: ParallelContext,
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
-    make_example_inputs: Callable[[], Any] = lambda: None,
+    make_example_inputs: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> nn.Module:
     """Shard the model, and make its optimizers update the sharded parameters.
 
@@ -213,7 +217,9 @@ def _shard_model_and_optimizers(
         )[0]
 
 
-def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
+def make_pipeline(
+    model: nn.Module, config: ParallelConfig, loss_fn: Callable[..., Tensor] | None, loss_weight: LossWeight | None
+) -> Pipeline:
     return Pipeline(
         model,
         config.micro_batches,
@@ -225,7 +231,7 @@ def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_w
     )
 
 
-def _resolve_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
+def _resolve_scheduler(scheduler: SchedulerArgument, optimizers: list[Optimizer]) -> Any:
     several = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or (several and all(hasattr(each, "step") for each in several)):
         return scheduler
@@ -254,11 +260,11 @@ class EngineRebuildArguments:
     """
 
     meta_model: nn.Module | None
-    policy: Any
-    loss_fn: Any
-    loss_weight: Any
+    policy: Policy | type[Policy] | None
+    loss_fn: Callable[..., Tensor] | None
+    loss_weight: LossWeight | None
     model_snapshot: Mapping[ItemKey, AttributeSnapshot] = field(default_factory=dict)
-    make_example_inputs: Callable[[], Any] = lambda: None
+    make_example_inputs: Callable[[], dict[str, Any] | None] = lambda: None
 
     def take_snapshot(self, model: nn.Module) -> None:
         if self.meta_model is not None:
@@ -306,7 +312,7 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
             model, [], policy, config, context, make_example_inputs=rebuild_arguments.make_example_inputs
         )
         pipeline = make_pipeline(model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
-        tensors: dict[str, Any] = ModelTensors(model).tensors
+        tensors: dict[str, Tensor] = ModelTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.param_names_by_group, strict=True):
             detach_zero_optimizer(optimizer)
             optimizer.state.clear()
@@ -337,16 +343,16 @@ def _create_resharded_context(context: ParallelContext, config: ParallelConfig) 
 
 def initialize(
     model: nn.Module,
-    optimizer: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | MakeOptimizer | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     train_data: Any = None,
-    scheduler: Any = None,
+    scheduler: SchedulerArgument = None,
     parallel: ParallelConfig | dict[str, Any] | Callable[[int], ParallelConfig] | None = None,
     *,
     batch_size: int | None = None,
-    policy: Any = None,
+    policy: Policy | type[Policy] | None = None,
     context: ParallelContext | None = None,
-    loss_weight: Callable[[Any], float] | None = None,
+    loss_weight: LossWeight | None = None,
     scheduler_every: str = "step",
     data_options: dict[str, Any] | None = None,
 ) -> Engine:
@@ -397,11 +403,11 @@ def initialize(
 
 def make_engine_without_data(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | MakeOptimizer | None,
     config: ParallelConfig,
     context: ParallelContext,
-    policy: Any = None,
-    make_example_inputs: Callable[[], Any] = lambda: None,
+    policy: Policy | type[Policy] | None = None,
+    make_example_inputs: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> Engine:
     """Shard a model and its optimizers like ``initialize``, for a training loop that loads its own data.
 
@@ -443,7 +449,7 @@ def _check_initialize_arguments(
 def _create_sharded_engine(
     model: nn.Module,
     optimizer: OptimizerArgument,
-    scheduler: Any,
+    scheduler: SchedulerArgument,
     config: ParallelConfig,
     context: ParallelContext,
     rebuild_arguments: EngineRebuildArguments,

@@ -22,7 +22,7 @@ from shardformer.training.hook import Hook
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
-_REPLACED: dict[int, Any] = {}
+_REPLACED: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 """Previous handlers that ``HookSynchronizer.capture_signals`` has replaced, by signal."""
 
 

@@ -80,7 +80,7 @@ class Trainer:
         self._synchronizer = HookSynchronizer()
         self._stop_reason, self._current_activity = "", ""
         self._validation: ShardedDataLoader | None = None
-        self._save_functions: list[Callable[..., Any]] = []
+        self._save_functions: list[Callable[..., object]] = []
         self._position: Any = None
         self._validated_step = -1
         self._training_modes: dict[str, bool] = {}
@@ -378,14 +378,14 @@ class Trainer:
             states |= broadcast_object(of_first, self.engine.world)
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
-    def on_save(self, save: Callable[..., Any]) -> None:
+    def on_save(self, save: Callable[..., object]) -> None:
         """Register a function ``save(extra=, position=)`` that saves checkpoints. Call this method in ``Hook.setup``.
 
         The registration lasts until ``fit`` ends. ``fit`` checks before the first step that the run can be saved.
         """
         self._save_functions.append(save)
 
-    def load(self, folder: Any) -> LoadedCheckpoint:
+    def load(self, folder: str | os.PathLike[str]) -> LoadedCheckpoint:
         """Load a checkpoint, and restore the engine and the states of all hooks.
 
         If an error is raised, the engine and the hooks keep their previous state.

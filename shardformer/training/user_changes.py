@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -159,7 +159,7 @@ def _diff_snapshots(
 # ----------------------------------------------------------------------------------------------------------- snapshots
 
 
-def _snapshot_hooks(hooks: list[Any]) -> AttributeSnapshot:
+def _snapshot_hooks(hooks: list[Callable[..., Any]]) -> AttributeSnapshot:
     """Record the user's hooks on a module or parameter. Hooks cannot be copied to another model."""
     own = [hook for hook in hooks if not is_library_hook(hook)]
     return AttributeSnapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -56,6 +56,9 @@ from shardformer.verify.small_models import (
     is_vision_only,
     round_up_to_supported_depth,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 """The tasks of docs/coverage.md."""
@@ -110,7 +113,7 @@ class ReducedModelFactory:
     def head_class(self) -> str:
         return self.head or get_all_model_classes_by_type()[self.model_type]
 
-    def get_config(self) -> Any:
+    def get_config(self) -> PreTrainedConfig:
         return _make_reduced_model(self).model.config
 
     def __call__(self) -> nn.Module:
@@ -382,7 +385,7 @@ class PretrainedModelFactory:
     use_dropout: bool = True
     local_files_only: bool = True
 
-    def get_config(self) -> Any:
+    def get_config(self) -> PreTrainedConfig:
         config = load_hf_config(self.name_or_path, self.local_files_only)
         if not self.use_dropout:
             for name, value in vars(config).items():
@@ -602,7 +605,7 @@ def import_policy_class(policy_spec: str) -> type[Policy]:
     return kinds[class_name]
 
 
-def load_hf_config(name_or_path: str, local_files_only: bool = True) -> Any:
+def load_hf_config(name_or_path: str, local_files_only: bool = True) -> PreTrainedConfig:
     """Load a transformers config from a folder, a config.json or the hub. Raises ConfigError if it is not found."""
     transformers = load_transformers()
     try:
@@ -672,7 +675,7 @@ def _check_class_exists(class_name: str, source_title: str) -> None:
         )
 
 
-def _suggest_names(unknown_name: str, candidates: Any = SMALL_CONFIGS) -> str:
+def _suggest_names(unknown_name: str, candidates: Iterable[str] = SMALL_CONFIGS) -> str:
     hint = suggest_similar_names(unknown_name, candidates)
     return f"{hint} " if hint.startswith("Did") else ""
 

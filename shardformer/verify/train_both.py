@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collective_call import run_on_all_ranks
@@ -66,7 +67,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 class ForceFp64Mode(TorchFunctionMode):
     """Torch function mode that replaces casts to a lower precision by casts to fp64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in BACKWARD_FUNCTIONS:
             return self._run_backward_in_mode(func, args, kwargs)
@@ -77,7 +78,7 @@ class ForceFp64Mode(TorchFunctionMode):
             return args[0].to(out.device)
         return out
 
-    def _run_backward_in_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_backward_in_mode(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass in which activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
@@ -122,7 +123,7 @@ class RandomRoundingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         outputs = out if isinstance(out, tuple | list) else (out,)
         for returned, t in zip(schema_of(func).returns, outputs, strict=False):
@@ -567,7 +568,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     return trace, name
 
 
-def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
+def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Optimizer, run_step: StepFn, step: int) -> Tensor:
     """Run all forward and backward passes of the sharded model in one step, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = get_metadata(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
@@ -580,7 +581,7 @@ def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Any, run_s
     return torch.stack(losses).mean()
 
 
-def _get_full_gradient(optimizer: Any, param_name: str, param: Tensor) -> Tensor | None:
+def _get_full_gradient(optimizer: Optimizer, param_name: str, param: Tensor) -> Tensor | None:
     """Return the full gradient of a parameter, even if ZeRO shards the gradient."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(param_name) if param.requires_grad else None
@@ -588,7 +589,7 @@ def _get_full_gradient(optimizer: Any, param_name: str, param: Tensor) -> Tensor
 
 
 def _forward_backward(
-    job: VerifyJob, model: nn.Module, optimizer: Any, rank_batch: Mapping[str, Any], step: int, data_rank: int
+    job: VerifyJob, model: nn.Module, optimizer: Optimizer, rank_batch: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _compute_seeded_loss(job, model, rank_batch, step, data_rank).double()
     share = loss / job.training.gradient_accumulation_steps

@@ -157,7 +157,7 @@ class VerifyTraining:
         return ", ".join([f"ZeRO stage {self.zero_stage}, {name}", *more])
 
 
-def _check_picklable(make_optimizer: Any) -> None:
+def _check_picklable(make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     try:
         pickle.dumps(make_optimizer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -167,7 +167,7 @@ def _check_picklable(make_optimizer: Any) -> None:
         ) from error
 
 
-def _make_own_optimizer(make_optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
+def _make_own_optimizer(make_optimizer: Callable[..., object], params: list[nn.Parameter]) -> Optimizer:
     found = make_optimizer(params)
     if not isinstance(found, Optimizer):
         raise ConfigError(
@@ -177,7 +177,7 @@ def _make_own_optimizer(make_optimizer: Any, params: list[nn.Parameter]) -> Opti
     return found
 
 
-def _get_optimizer_classes() -> dict[str, Any]:
+def _get_optimizer_classes() -> dict[str, Callable[..., Optimizer]]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
     return {**{n: kind for n, kind in found.items() if n not in UNSUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 

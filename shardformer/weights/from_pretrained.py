@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from shardformer.meta_init.lazy_init import NOTES, LazyInitFromPretrained, wrap_
 from shardformer.meta_init.safetensors_source import load_lazy_tensors
 from shardformer.public_names import deprecate_renamed_parameters
 from shardformer.transformers_compat import load_transformers
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 SINGLE, WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -37,8 +40,8 @@ def from_pretrained(
     model_class: type[Any],
     pretrained_model_name_or_path: str | os.PathLike[str],
     *,
-    config: Any = None,
-    dtype: Any = None,
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | str | None = None,
     all_bytes: bool = False,
     ignore_mismatched_sizes: bool = False,
     **options: Any,
@@ -92,7 +95,7 @@ def from_pretrained(
     return cast(nn.Module, model)
 
 
-def _load_pretrained_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[Any, Any]:
+def _load_pretrained_model(model_class: type[Any], path_or_name: str, **options: Any) -> tuple[Any, Any]:
     try:
         loaded = model_class.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
         return cast(tuple[Any, Any], loaded)
@@ -104,13 +107,13 @@ def _load_pretrained_model(model_class: Any, path_or_name: str, **options: Any) 
 
 
 def _load_config_and_class(
-    model_class: Any,
+    model_class: type[Any],
     path_or_name: str,
-    config: Any,
+    config: PreTrainedConfig | None,
     trust_remote_code: bool,
     hub_options: Mapping[str, Any],
     options: Mapping[str, Any],
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     transformers = load_transformers()
 
     if config is None:
@@ -201,7 +204,7 @@ def _check_safetensors_index(path_or_name: str, index_path: str) -> None:
             )
 
 
-def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -> Any:
+def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -> GenerationConfig | None:
     from transformers import GenerationConfig
 
     try:
@@ -242,7 +245,7 @@ def _silence_transformers_logging() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[str, Any]) -> None:
+def _check_loaded_weights(model: PreTrainedModel, path_or_name: str, loading_info: Mapping[str, Any]) -> None:
     if loading_info["mismatched_keys"]:
         name, *shapes = sorted(loading_info["mismatched_keys"])[0]
         saved_shape, shape = map(tuple, shapes)
@@ -269,7 +272,7 @@ def _check_loaded_weights(model: Any, path_or_name: str, loading_info: Mapping[s
         )
 
 
-def _tie_equal_params(model: Any) -> None:
+def _tie_equal_params(model: PreTrainedModel) -> None:
     """Tie the parameters that the model declares as tied if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)

@@ -124,7 +124,7 @@ def export_pretrained(
     return target
 
 
-def _resolve_export_directory(directory: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
+def _resolve_export_directory(directory: str | os.PathLike[str], tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     check_no_packed_weights(tensors.model, "export_pretrained")
     if get_or_build_metadata(tensors.model).adapters is not None:
@@ -142,7 +142,7 @@ def _resolve_export_directory(directory: Any, tensors: ModelTensors, max_file_by
     return target
 
 
-def check_export_directory(target: Path, model: Any = None) -> None:
+def check_export_directory(target: Path, model: nn.Module | None = None) -> None:
     """Raise ConfigError if an export must not create or replace the directory ``target``.
 
     Files, the directory from which the model was loaded, and directories that no export wrote must not be replaced.
@@ -245,7 +245,7 @@ def _complete_export(
     fsync_path(target.parent)
 
 
-def _save_config_and_tokenizer(directory: Path, model: Any, tokenizer: Any) -> None:
+def _save_config_and_tokenizer(directory: Path, model: nn.Module, tokenizer: Any) -> None:
     config = copy.deepcopy(getattr(model, "config", None))
     if config is not None:  # as transformers writes it, with class and dtype
         config.architectures = [type(model).__name__]
@@ -259,7 +259,7 @@ def _save_config_and_tokenizer(directory: Path, model: Any, tokenizer: Any) -> N
             thing.save_pretrained(directory)
 
 
-def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
+def check_model_is_exportable(model: nn.Module, tokenizer: Any = None) -> None:
     """Raise ConfigError if an export would fail because of the config or the tokenizer.
 
     Writes all files except the weights to a temporary directory, and reads the config from it.
@@ -283,7 +283,7 @@ def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
-def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
     state = get_metadata(model)
     if state.stages is not None and state.context.pipe.size > 1:
@@ -303,7 +303,7 @@ def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings:
     )
 
 
-def save_pretrained(model: Any, save_directory: Any, **kwargs: Any) -> None:
+def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
     """Save the full weights of a sharded model on the first rank, with transformers' ``save_pretrained``.
 
     All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
@@ -355,7 +355,7 @@ def _check_save_arguments(metadata: ShardingMetadata, directory: Any, kwargs: Ma
             )
 
 
-def raise_resize_error(model: Any, *args: Any, **kwargs: Any) -> None:
+def raise_resize_error(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``resize_token_embeddings`` on a sharded model, because new rows would not be sharded."""
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model.",
@@ -363,7 +363,7 @@ def raise_resize_error(model: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def raise_load_adapter_error(model: Any, *args: Any, **kwargs: Any) -> None:
+def raise_load_adapter_error(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError, because ``load_adapter`` of transformers does not work on a sharded model."""
     raise ConfigError(
         "load_adapter is not supported on a sharded model.",
@@ -371,7 +371,7 @@ def raise_load_adapter_error(model: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def raise_submodule_save_error(model: Any, *args: Any, **kwargs: Any) -> None:
+def raise_submodule_save_error(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
         f"save_pretrained is not supported on {type(model).__name__}, a part of a sharded model.",

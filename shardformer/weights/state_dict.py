@@ -66,7 +66,7 @@ def _add_tied_names(
 
 def _load_stage3_state_dict(
     model: nn.Module, metadata: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool
-) -> Any:
+) -> IncompatibleKeys:
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
     shapes = {entry.name: entry.spec.shape for entry in metadata.entries}
     here = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}

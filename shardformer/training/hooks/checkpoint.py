@@ -168,12 +168,12 @@ class Checkpoint(Hook):
     def on_exception(self, trainer: TrainerProtocol) -> None:
         self._engine = None
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any] | None:
         if not self.keeps_best:
             return None
         return {"metric": self.metric, "mode": self.mode, "best_value": self.best_value, "best_step": self.best_step}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
@@ -189,7 +189,7 @@ class Checkpoint(Hook):
             text = f"The best checkpoint {folder} no longer exists. The next validation sets a new best value."
             warnings.warn(text, stacklevel=2)
 
-    def _save_checkpoint(self, *, extra: Any, position: Any) -> None:
+    def _save_checkpoint(self, *, extra: Any, position: dict[str, Any]) -> None:
         self._saved_at = time.monotonic()
         if self._saved == (self._engine.steps, self.best_step):
             return

@@ -59,8 +59,8 @@ class EarlyStopping(Hook):
         if self.without_progress >= self.patience:
             trainer.stop(f"{self.metric} did not improve on {self.best} for {self.without_progress} validations")
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         return {"best": self.best, "without_progress": self.without_progress}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self.best, self.without_progress = state["best"], state["without_progress"]

@@ -62,10 +62,10 @@ class JsonLines(MetricsLoggingHook):
         if trainer.is_first:
             self._writer = MetricsWriter(self.directory, trainer.step or None)
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         return {"seconds": self._seconds}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._seconds_before = self._seconds = state["seconds"]
 
     def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
@@ -137,10 +137,10 @@ class _ExperimentTracker(MetricsLoggingHook):
         self.config = dict(config or {})
         self._run_id: str | None = None
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         return {"run_id": self._run_id}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._run_id = state["run_id"]
 
     def before_train(self, trainer: TrainerProtocol) -> None:

@@ -80,9 +80,9 @@ class GradientMonitor(Hook):
 
     on_exception = after_train
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         return {"norms": list(self._norms), "bad": self._nonfinite_steps}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._norms = deque(state["norms"], maxlen=WINDOW)
         self._nonfinite_steps = state["bad"]

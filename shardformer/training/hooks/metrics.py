@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import (
@@ -61,7 +62,7 @@ class Metrics(Hook):
             names = ("accuracy", "f1")
         self.shift = shift
         self._with_perplexity = PERPLEXITY in names
-        self._functions: dict[str, Callable[[Any, Any], float]] = {
+        self._functions: dict[str, Callable[[NDArray[Any], NDArray[Any]], float]] = {
             **{name: _get_sklearn_metric_fn(name) for name in names if name != PERPLEXITY},
             **{name: _to_metric_fn(name, function) for name, function in functions.items()},
         }
@@ -149,7 +150,7 @@ def _get_logits(model_output: Any) -> Tensor:
     return found.detach()
 
 
-def _get_labels(batch: Any, model: Any) -> Tensor:
+def _get_labels(batch: Any, model: nn.Module) -> Tensor:
     """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
     named = to_forward_kwargs(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
@@ -162,7 +163,7 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
     return found.cpu()
 
 
-def _get_sklearn_metric_fn(metric_name: str) -> Callable[[Any, Any], float]:
+def _get_sklearn_metric_fn(metric_name: str) -> Callable[[NDArray[Any], NDArray[Any]], float]:
     instead = f"pass a function: Metrics({metric_name}=...)"
     import_optional_module("sklearn", f"Metrics({metric_name!r})", "metrics", instead, "scikit-learn")
     from sklearn import metrics
@@ -184,8 +185,8 @@ def _get_sklearn_metric_fn(metric_name: str) -> Callable[[Any, Any], float]:
     return found  # type: ignore[no-any-return]
 
 
-def _to_metric_fn(metric_name: str, metric: Any) -> Callable[[Any, Any], float]:
-    def compute_metric(labels: Any, predictions: Any) -> float:
+def _to_metric_fn(metric_name: str, metric: Any) -> Callable[[NDArray[Any], NDArray[Any]], float]:
+    def compute_metric(labels: NDArray[Any], predictions: NDArray[Any]) -> float:
         metric.reset()
         metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
         return float(metric.compute())

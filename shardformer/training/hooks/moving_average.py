@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import get_or_build_metadata
 from shardformer.offload.host import OffloadConfig
+from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.elementwise_trial import compute_state_after_one_step
 from shardformer.zero.mixed_precision import MixedPrecision
@@ -57,7 +58,7 @@ class MovingAverage(Hook):
         self._averages: dict[Tensor, Tensor] = {}
         self._skipped = 0
         self._weights: list[tuple[Tensor, Tensor]] | None = None
-        self._engine: Any = None
+        self._engine: Engine | None = None
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._engine = engine = trainer.engine
@@ -119,7 +120,7 @@ class MovingAverage(Hook):
         self._pop_averages_from_optimizer(trainer.engine)
 
     @contextmanager
-    def applied(self, engine: Any) -> Iterator[None]:
+    def applied(self, engine: Engine) -> Iterator[None]:
         """Replace the weights by their averages inside a ``with`` block. All ranks must call it between two steps."""
         self._apply_averages(engine)
         try:
@@ -127,16 +128,16 @@ class MovingAverage(Hook):
         finally:
             self._restore_weights(engine)
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, int]:
         return {"updates": self.updates, "step": self._step}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: dict[str, int]) -> None:
         self.updates, self._step = state["updates"], state["step"]
         self._averages.clear()  # before_train takes the averages from the loaded optimizer state
 
     # --- averages in the optimizer states
 
-    def _store_averages_in_optimizer(self, engine: Any) -> None:
+    def _store_averages_in_optimizer(self, engine: Engine) -> None:
         """Store the averaged weights in the optimizer states, so that a checkpoint contains them.
 
         Parameters without a gradient so far are skipped if their optimizer creates its state with the first gradient.
@@ -147,7 +148,7 @@ class MovingAverage(Hook):
             if optimizer.state.get(param) or not compute_state_after_one_step(optimizer, group, small):
                 optimizer.state[param][KEY] = self._get_average(param)
 
-    def _pop_averages_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
+    def _pop_averages_from_optimizer(self, engine: Engine) -> dict[Tensor, Tensor]:
         found = {}
         for optimizer, param in _iter_trainable_params(engine):
             if (state := optimizer.state.get(param)) is not None:
@@ -157,7 +158,7 @@ class MovingAverage(Hook):
                     del optimizer.state[param]
         return found
 
-    def _get_average(self, param: Tensor, optimizer_state: Any = None) -> Tensor:
+    def _get_average(self, param: Tensor, optimizer_state: Mapping[str, Any] | None = None) -> Tensor:
         found: Tensor | None = (optimizer_state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
@@ -171,7 +172,7 @@ class MovingAverage(Hook):
     # --- averages in place of the weights
 
     @torch.no_grad()
-    def _apply_averages(self, engine: Any) -> None:
+    def _apply_averages(self, engine: Engine) -> None:
         if self._weights is not None:
             raise InputError(
                 "MovingAverage has already replaced the weights by their averages.",
@@ -187,7 +188,7 @@ class MovingAverage(Hook):
                 param.copy_(average)
 
     @torch.no_grad()
-    def _restore_weights(self, engine: Any) -> None:
+    def _restore_weights(self, engine: Engine) -> None:
         """Restore the trained weights after the averages have replaced them. One rank can call this method alone."""
         weights, self._weights = self._weights, None
         if weights is None:
@@ -201,7 +202,7 @@ class MovingAverage(Hook):
                 shard.record_param_versions()
 
 
-def _check_engine_is_supported(engine: Any) -> None:
+def _check_engine_is_supported(engine: Engine) -> None:
     precision, offload = (
         MixedPrecision.from_value(engine.parallel.precision),
         OffloadConfig.from_argument(engine.parallel.offload),
@@ -217,11 +218,11 @@ def _check_engine_is_supported(engine: Any) -> None:
         )
 
 
-def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
+def _find_zero_optimizer(engine: Engine) -> ZeroOptimizer | None:
     return next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
-def _iter_params_with_groups(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+def _iter_params_with_groups(engine: Engine) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
     """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
@@ -229,11 +230,11 @@ def _iter_params_with_groups(engine: Any) -> Iterator[tuple[Optimizer, dict[str,
                 yield from ((optimizer, group, param) for param in group["params"])
 
 
-def _iter_trainable_params(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
+def _iter_trainable_params(engine: Engine) -> Iterator[tuple[Optimizer, Tensor]]:
     return ((optimizer, param) for optimizer, _, param in _iter_params_with_groups(engine))
 
 
-def _iter_tensors_to_overwrite(engine: Any) -> Iterator[Tensor]:
+def _iter_tensors_to_overwrite(engine: Engine) -> Iterator[Tensor]:
     """Yield all local tensors that the averaged weights temporarily overwrite."""
     zero = _find_zero_optimizer(engine)
     if zero is None:

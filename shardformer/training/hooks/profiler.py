@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -42,7 +42,7 @@ class Profiler(Hook):
             check_int(f"Profiler.{name}", value, least)
         self.directory, self.memory = to_absolute_path(directory), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
-        self._profile: Any = None
+        self._profile: profile | None = None
         self._rank_folder = self.directory
         self._step = self._steps_profiled = 0
         self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
@@ -85,7 +85,7 @@ class Profiler(Hook):
         if profiler is not None:
             profiler.__exit__(None, None, None)
 
-    def _write_trace(self, profiler: Any) -> None:
+    def _write_trace(self, profiler: profile) -> None:
         if self._is_ending and self._steps_profiled % self._cycle <= self._cycle - self._active:
             return  # the run ended before the end of the warm-up
         trace = self._rank_folder / f"step-{self._step}.json"

@@ -12,7 +12,7 @@ from shardformer.errors import check_number
 from shardformer.training.hook import Hook, TrainerProtocol
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
 PLAIN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.3g}"}
@@ -43,7 +43,7 @@ class Progress(Hook):
     ) -> None:
         check_number("Progress.every_s", every_s, minimum=0, unit="seconds", example=10)
         self.every_s = every_s
-        self._bar: Any = None
+        self._bar: _TerminalProgressBar | _NotebookProgressBar | None = None
         self._console: Any = None
         self._printed_at, self._printed_step = 0.0, -1
         self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
@@ -173,7 +173,7 @@ class StatusLine:
             *bar, " " * bool(columns), GAP.join(self.get_texts_that_fit(max_width)), no_wrap=True, overflow="crop"
         )
 
-    def __rich_console__(self, console: Console, options: Any) -> Any:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.to_rich_text(options.max_width, options.ascii_only)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -103,7 +104,7 @@ class _FlopCounter(TorchDispatchMode):
         self.is_on = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
