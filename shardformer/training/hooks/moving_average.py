@@ -58,10 +58,9 @@ class MovingAverage(Hook):
         self._averages: dict[Tensor, Tensor] = {}
         self._skipped = 0
         self._weights: list[tuple[Tensor, Tensor]] | None = None
-        self._engine: Engine | None = None
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        self._engine = engine = trainer.engine
+        engine = trainer.engine
         _check_engine_is_supported(engine)
         self._skipped = engine.skipped
         before, is_continued = (
