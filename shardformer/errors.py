@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from types import ModuleType
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
@@ -289,7 +289,7 @@ def _ensure_full_stop(sentence: str) -> str:
 
 def import_optional_module(
     module_name: str, feature: str, extra: str, alternative: str = "", library_name: str | None = None
-) -> Any:
+) -> ModuleType:
     """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
     Args:

@@ -194,7 +194,7 @@ def create_new_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
-def write_all_bytes(file: BinaryIO, buffer: Any) -> None:
+def write_all_bytes(file: BinaryIO, buffer: bytes | bytearray | memoryview) -> None:
     """Write all bytes of ``buffer`` to an unbuffered file, with several calls of ``write`` if needed."""
     rest = memoryview(buffer)
     while rest:

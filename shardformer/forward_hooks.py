@@ -27,6 +27,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+ForwardArgs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward pass, which a forward pre-hook returns."""
 POSITIONS_ATTRIBUTE = "_shardformer_hook_positions"
 Positions = dict[int, tuple["HookOrder", int]]
 """Attribute of a module: id of a hook -> (order, place among hooks of equal order)."""

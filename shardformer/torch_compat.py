@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode as FakeCopyMode
@@ -86,7 +87,7 @@ def get_tensor_hooks(tensor: Tensor) -> list[Any]:
     return [hook for table in tables for hook in (table or {}).values()]
 
 
-def has_step_hooks(optimizer: Any) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
@@ -125,7 +126,7 @@ class PostImportHook(MetaPathFinder):
     def __init__(self, module_name: str, callback: Callable[[], object]) -> None:
         self._name, self._call, self._thread = module_name, callback, threading.local()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name or getattr(self._thread, "is_searching", False):
             return None
         self._thread.is_searching = True  # asks the other finders

@@ -13,12 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Unpack, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Unpack, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.torch_patches import Patch, chain_undo_functions, install_patch, replace_attribute
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 
 def load_transformers() -> Any:
@@ -34,7 +37,7 @@ def load_transformers() -> Any:
     return transformers
 
 
-def save_custom_code(model: Any, save_directory: str | os.PathLike[str], config: Any) -> None:
+def save_custom_code(model: PreTrainedModel, save_directory: str | os.PathLike[str], config: PreTrainedConfig) -> None:
     """Copy the Python files of a ``trust_remote_code`` model into a folder, like ``save_pretrained``.
 
     Args:
@@ -57,7 +60,7 @@ def skip_weight_init() -> AbstractContextManager[Any]:
     return context
 
 
-def get_config_classes(model_class: Any) -> Collection[type] | None:
+def get_config_classes(model_class: type) -> Collection[type] | None:
     """Return the config classes that a transformers Auto class supports, or None for any other class."""
     found: Collection[type] | None = getattr(model_class, "_model_mapping", None)
     return found
@@ -108,7 +111,7 @@ def find_kv_caches(forward_args: Iterable[Any]) -> list[Any]:
     return [value for value in forward_args if is_kv_cache(value)]
 
 
-def has_cached_tokens(kv_cache: Any) -> bool:
+def has_cached_tokens(kv_cache: Cache | tuple[Any, ...]) -> bool:
     """Return whether a key-value cache contains tokens of an earlier forward pass."""
     count = getattr(kv_cache, "get_seq_length", None)
     return count is None or bool(count())
@@ -125,7 +128,7 @@ def unwrap_checkpointed_forward(forward_fn: Any) -> Any:
     return forward_fn
 
 
-def get_gradient_checkpointing_fn(layer: nn.Module) -> Any:
+def get_gradient_checkpointing_fn(layer: nn.Module) -> Callable[..., Any] | None:
     """Return the function that runs a layer with activation checkpointing, or None if it is not enabled."""
     is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
     return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
@@ -237,19 +240,19 @@ def synchronize_generation(
 _DECODE_HOOKS = "_shardformer_decode_together"
 
 
-def _generate_synchronized(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate_synchronized(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     begin, _ = model.__dict__[_DECODE_HOOKS]
     begin()
     return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
 
 
-def _has_unfinished_on_any_rank(model: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
+def _has_unfinished_on_any_rank(model: PreTrainedModel, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
     _, any_rank = model.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished
 
 
-def find_embeddings(model: Any, embedding_kind: str) -> nn.Module | None:
+def find_embeddings(model: nn.Module, embedding_kind: str) -> nn.Module | None:
     """Return the "input" or "output" embeddings of a transformers model, or None if the model has none."""
     try:
         found: nn.Module | None = getattr(model, f"get_{embedding_kind}_embeddings")()
@@ -258,7 +261,7 @@ def find_embeddings(model: Any, embedding_kind: str) -> nn.Module | None:
     return found
 
 
-def get_uniform_config_field(config: Any, field_name: str) -> Any:
+def get_uniform_config_field(config: PreTrainedConfig, field_name: str) -> Any:
     """Return the value of a config field, or None if the field is missing or its value differs between layers."""
     try:
         return getattr(config, field_name, None)

@@ -55,7 +55,7 @@ def compute_chunk_checksum(chunk_values: Tensor, start: Offsets) -> int:
         return int(_compute_weighted_sum(numbers, factors)) % 2**64
 
 
-def _compute_weighted_sum(integers: Any, weights: Sequence[Any]) -> Any:
+def _compute_weighted_sum(integers: numpy.ndarray[Any, Any], weights: Sequence[Any]) -> Any:
     if not weights:
         return integers.astype(numpy.int64)
     *outer, last = weights
@@ -65,7 +65,7 @@ def _compute_weighted_sum(integers: Any, weights: Sequence[Any]) -> Any:
     return sums.reshape(())
 
 
-def _compute_checksum_weights(dim: int, start_index: int, num_indices: int) -> Any:
+def _compute_checksum_weights(dim: int, start_index: int, num_indices: int) -> numpy.ndarray[Any, Any]:
     """Return an odd factor for each index along ``dim``, which weights the elements in a checksum."""
     x = numpy.arange(start_index + 1, start_index + num_indices + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))

@@ -30,7 +30,9 @@ from shardformer.checkpoint.training_state import (
     MASTER_WEIGHTS,
     WEIGHTS,
     ModelTensors,
+    Optimizers,
     OptimizerStates,
+    Schedulers,
     as_list,
     collect_optimizer_states,
     get_buffer_key,
@@ -142,7 +144,7 @@ class _ShardFile:
         if target is not out:
             out.copy_(target)
 
-    def _read_into_buffer(self, buffer: Any, offset: int) -> None:
+    def _read_into_buffer(self, buffer: memoryview, offset: int) -> None:
         while len(buffer):
             count = os.preadv(self.descriptor, [buffer], offset)
             if count == 0:
@@ -236,7 +238,7 @@ class LoadPlan:
     def __init__(
         self,
         index: CheckpointIndex,
-        checkpoint_name: object,
+        checkpoint_name: str | Path,
         model_tensors: ModelTensors,
         optimizer_states: Sequence[OptimizerStates],
         schedulers: Sequence[Any] = (),
@@ -475,7 +477,7 @@ class LoadedCheckpoint:
 
 @deprecate_renamed_parameters({"folder": "directory"}, ("directory", "model", "optimizer"))
 def load_checkpoint(
-    model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
+    model: nn.Module, directory: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Schedulers = None
 ) -> LoadedCheckpoint:
     """Load a checkpoint into a model and its optimizer, even if it was saved under a different parallel layout.
 
@@ -503,8 +505,8 @@ def load_checkpoint(
 def load_checkpoint_with_callback(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
+    optimizer: Optimizers,
+    scheduler: Schedulers,
     on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint, and call ``on_loaded`` with the result before the model's parameters are overwritten.

@@ -57,7 +57,7 @@ def gather_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, dir
         snapshot.chunks = [chunk for chunk in snapshot.chunks if chunk[0].startswith(PREFIX)]
         path = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=False))
 
-    def read_state_dict() -> Any:
+    def read_state_dict() -> dict[str, Any] | None:
         if tensors.world.rank > 0:
             return None
         try:

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations
 from math import prod
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import (
     ChunkBounds,
@@ -446,7 +447,7 @@ class ReshardSource:
     Creating it communicates the names and sizes of the tensors, and all values that are not tensors.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
         self._folders = get_checkpoint_directories(tensors.model)
@@ -468,7 +469,7 @@ class ReshardSource:
         """Release the references to the tensors of the previous layout."""
         self._reading.close()
 
-    def load_into(self, model: nn.Module, optimizer: Any = None) -> ReshardStats:
+    def load_into(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> ReshardStats:
         """Load this state into a model and its optimizer, which can have a different parallel layout.
 
         The model must have the same class. All ranks must call this method. A rank copies the elements that it stores

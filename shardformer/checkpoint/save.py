@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
@@ -29,7 +31,7 @@ from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, s
 from shardformer.checkpoint.directory import SAVE
 from shardformer.checkpoint.file_format import CheckpointIndex, fsync_path, get_rank_file_name, write_chunks
 from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
-from shardformer.checkpoint.training_state import ModelTensors, collect_training_state
+from shardformer.checkpoint.training_state import ModelTensors, Optimizers, Schedulers, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem import release_folder_lock, remove_file_or_folder, to_absolute_path, write_new_file
@@ -285,10 +287,10 @@ class AsyncSave:
 def save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
-    optimizer: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     step: int = 0,
-    scheduler: Any = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> Path:
@@ -334,10 +336,10 @@ def save_checkpoint(
 def async_save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
-    optimizer: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     step: int = 0,
-    scheduler: Any = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> AsyncSave:
@@ -356,7 +358,9 @@ def async_save_checkpoint(
     return saving
 
 
-def check_can_save(model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, extra: Any = None) -> None:
+def check_can_save(
+    model: nn.Module, optimizer: Optimizers = None, *, scheduler: Schedulers = None, extra: Any = None
+) -> None:
     """Check that ``save_checkpoint`` can save this training run, without writing any files.
 
     Raises the errors of ``save_checkpoint``. All ranks must call this function. Communicates names and sizes.
@@ -376,13 +380,13 @@ def _start_async_save(async_save: AsyncSave, model: nn.Module) -> None:
 
 @contextmanager
 def prepare_save(
-    directory: Any,
+    directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     step: int = 0,
-    scheduler: Any = None,
+    scheduler: Schedulers = None,
     extra: Any = None,
-    retention_policy: Any = None,
+    retention_policy: CheckpointRetention | int | None = None,
 ) -> Iterator[SaveJob]:
     """Lock the checkpoint directory, and yield a ``SaveJob`` that can write the training state."""
     root, tensors = Path(), ModelTensors(model)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.chunks import (
     LocalChunks,
@@ -46,6 +47,8 @@ from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import COORDINATES_KEY, load_state_dict_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
+Schedulers = LRScheduler | Sequence[LRScheduler] | None
 EXTRA_STATE = "_extra_state"
 """Suffix of the results of ``get_extra_state`` in a state dict."""
 WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
@@ -425,7 +428,7 @@ class OptimizerStates:
                     state[key] = value.view(loaded.shape).to(loaded.device)
 
 
-def collect_optimizer_states(optimizer: Any, model_tensors: ModelTensors) -> list[OptimizerStates]:
+def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelTensors) -> list[OptimizerStates]:
     """Collect the state of an optimizer, a list of optimizers or a ZeRO optimizer for a checkpoint."""
     plain: list[Optimizer] = []
     for each in as_list(optimizer):
@@ -532,7 +535,7 @@ class RankTrainingState:
 
 
 def collect_training_state(
-    model_tensors: ModelTensors, check_fn: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
+    model_tensors: ModelTensors, check_fn: Callable[[], T], optimizer: Optimizers, scheduler: Schedulers, extra: Any
 ) -> tuple[list[T], RankTrainingState]:
     """Collect the training state of this rank without copying its tensors.
 
@@ -591,7 +594,7 @@ def _warn_about_rank_local_values(values_by_rank: Sequence[Mapping[str, Any]]) -
 
 
 def _collect_non_tensor_values(
-    model_tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
+    model_tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Schedulers, extra: Any
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": type(model_tensors.model).__name__,

@@ -8,7 +8,7 @@ shard if it can use the shard directly. Any other operation runs the collective,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from shardformer.comm.sharded_tensor import (
     METADATA,
     Args,
     Kwargs,
+    TorchFunction,
     call_on_wrapper_tensor,
     find_torch_functions,
     is_inplace,
@@ -121,7 +122,7 @@ class DeferredTensor(Tensor):
         return out
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: TorchFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and (func in _METADATA or func in _WATCHES):
@@ -137,7 +138,7 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
         with torch.no_grad():
@@ -160,7 +161,7 @@ class _LocalToFull(Function):
         return ctx.to_local(grad), None, None
 
 
-def _is_identity_view(func: Any, deferred_tensor: DeferredTensor, args: tuple[Any, ...]) -> bool:
+def _is_identity_view(func: TorchFunction, deferred_tensor: DeferredTensor, args: tuple[Any, ...]) -> bool:
     """Return whether a view function returns all of ``deferred_tensor`` unchanged, as ``deferred_tensor[:]`` does."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False

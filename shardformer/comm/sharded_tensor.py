@@ -22,7 +22,7 @@ from functools import partial
 from math import prod
 from numbers import Number
 from types import EllipsisType
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ class ShardedTensor(Tensor):
         """Return this rank's slice of the unsharded tensor ``full`` along ``dim``."""
         raise AssertionError
 
-    def has_same_sharding(self, other: Any) -> bool:
+    def has_same_sharding(self, other: Self) -> bool:
         """Return whether ``other`` is sharded in the same way, so that operations can combine local shards."""
         raise AssertionError
 
@@ -122,13 +122,13 @@ class ShardedTensor(Tensor):
         raise InputError(message, rule=cls.TEXT[1], remedy=cls.TEXT[2])
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: TorchFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         rule = cls.RULES.get(func, call_on_full_tensors) if args else call_on_full_tensors
         return rule(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Raise an error for calls that bypass ``__torch_function__``: those from autograd and C++ code."""
         cls.raise_unsupported(f"{func} does not support {cls.TEXT[0]}")
@@ -145,10 +145,10 @@ class ShardedTensor(Tensor):
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.raise_unsupported(f"copy.deepcopy does not support {self.TEXT[0]}")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         self.raise_unsupported(f"copy and pickle do not support {self.TEXT[0]}")
 
 
@@ -173,7 +173,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 """Functions of torch.distributed that write into their first argument."""
 
 
-def is_inplace(func: Any, kwargs: Kwargs) -> bool:
+def is_inplace(func: TorchFunction, kwargs: Kwargs) -> bool:
     """Return whether a torch function writes into its first argument, such as ``add_`` or ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):

@@ -52,6 +52,7 @@ from shardformer.torch_compat import current_graph_task_id, has_data
 
 # B batch, N query heads, K key heads, s local positions, D head dim
 
+Mask = ChunkedMask | Tensor | None
 NAME = "shardformer_context"
 RUN = "_shardformer_context"
 """Attribute of an attention module that contains the ``ContextParallelState`` of its model."""
@@ -250,7 +251,7 @@ def _make_head_exchanges(
     return HeadExchange(axis, q_heads, query_lengths, num_query_heads), of_keys
 
 
-def _find_query_layout(state: ContextParallelState, query: Tensor, attention_mask: Any) -> SequenceLayout | None:
+def _find_query_layout(state: ContextParallelState, query: Tensor, attention_mask: Mask) -> SequenceLayout | None:
     """Return which sequence positions the queries have on each rank, or None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(attention_mask, ChunkedMask):
@@ -289,7 +290,7 @@ def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _check_attention_arguments(module: nn.Module, attention_mask: Any, kwargs: dict[str, Any]) -> None:
+def _check_attention_arguments(module: nn.Module, attention_mask: Mask, kwargs: dict[str, Any]) -> None:
     if isinstance(attention_mask, Tensor):
         raise InputError(
             f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)}, which context "

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -351,7 +350,7 @@ def _iter_query_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def merge_partial_attention(out: Any, lse: Any, block_out: Tensor, block_lse: Tensor) -> None:
+def merge_partial_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge the attention to another subset of the keys into ``out`` and ``lse`` in place."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(block_out.to(out.dtype), (block_lse - total).exp_()[..., None])

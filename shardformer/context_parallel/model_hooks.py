@@ -84,7 +84,7 @@ class ModelInputHook:
             lambda x: average_input_grad(x, self._state.axis) if requires_grad_sync(x) else x, (args, kwargs)
         )
 
-    def _forward_hook(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Remove key-value caches from the model's output, because they contain only the positions of this rank."""
         state = self._state
         state.current = None
@@ -189,7 +189,7 @@ class LayerStackHook:
         dim = state.find_sequence_dim(argument_path, leaf, sequence_lengths)
         return leaf if dim is None else slice_local_rows(leaf, state.get_index_shards(leaf.shape[dim]), dim)
 
-    def _forward_hook(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._state
         if current_graph_task_id() >= 0 or self._full is None:
             return output
@@ -214,7 +214,7 @@ def register_local_positions_hooks(module: nn.Module) -> None:
             lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
         )
 
-    def wrap_output_hook(_: nn.Module, args: Any, output: Any) -> Any:
+    def wrap_output_hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not sharded:
             return output
         x = sharded.pop()
@@ -275,7 +275,7 @@ class FullSequenceHook:
         state.infer_sequence_dims(tensors, lengths_seen, hidden.shape[0])
         state.current = None
 
-        def gather_leaf(path: Any, leaf: Any) -> Any:
+        def gather_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
             if leaf is hidden:
                 return all_gather_rows(leaf, state.get_index_shards(positions.length), 1)
             dim = state.find_sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
@@ -288,7 +288,7 @@ class FullSequenceHook:
 
         return spec.unflatten(gather_leaf(path, leaf) for path, leaf in leaves)
 
-    def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state, positions, self._positions = self._state, self._positions, None
         if positions is None:
             return output

@@ -21,7 +21,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather_ints
 from shardformer.errors import InputError
@@ -266,7 +266,7 @@ class ContextParallelState:
         self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
         return self.dims[argument_path]
 
-    def get_attention_module_index(self, attention_module: object) -> int:
+    def get_attention_module_index(self, attention_module: nn.Module) -> int:
         """Return an attention module's index in call order, which is the same on all ranks."""
         return self._module_indices.setdefault(id(attention_module), len(self._module_indices))
 

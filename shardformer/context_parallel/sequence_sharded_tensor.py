@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class SequenceShardedTensor(ShardedTensor):
     def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
         return slice_local_rows(full, self.rows, dim)
 
-    def has_same_sharding(self, other: Any) -> bool:
+    def has_same_sharding(self, other: Self) -> bool:
         dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
         return dims[0] == dims[1] and self.rows.has_same_sharding_as(other.rows)
 
@@ -353,7 +353,7 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, SequenceShardedTensor) else tensor
 
 
-def wrap_shard_like(local_shard: Tensor, reference_tensor: Any) -> Tensor:
+def wrap_shard_like(local_shard: Tensor, reference_tensor: Tensor | None) -> Tensor:
     """Wrap ``local_shard`` like ``reference_tensor``, or return it unchanged if that is not sharded."""
     return (
         SequenceShardedTensor(local_shard, reference_tensor.rows, reference_tensor.shard_dim)

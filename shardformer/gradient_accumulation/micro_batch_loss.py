@@ -620,7 +620,7 @@ class _LossFunctionRecorder(TorchFunctionMode):
         self._weights, self._index, self._trace = loss_scaler, micro_batch_index, label_tracer
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:

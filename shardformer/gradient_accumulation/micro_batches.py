@@ -13,7 +13,7 @@ tokens are missing or ambiguous, an InputError is raised.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -496,7 +496,7 @@ def _merge_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence[int]) 
     return first if all(torch.equal(part, first) for part in tensors) else None
 
 
-def rebuild_container(template: Any, elements: Any) -> Any:
+def rebuild_container(template: Any, elements: Iterable[Any]) -> Any:
     """Convert ``elements`` to the container type of ``template``, or return it unchanged if that is not possible."""
     if isinstance(template, tuple) and hasattr(template, "_fields"):
         return type(template)(*elements)

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHT
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from shardformer.checkpoint.load import load_checkpoint
@@ -45,6 +46,7 @@ from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
+from shardformer.policies.policy import Policy
 from shardformer.torch_compat import is_compiled_wrapper
 from shardformer.torch_patches import Patch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_forward_kwargs
@@ -83,7 +85,7 @@ def get_world_axis(context: ParallelContext) -> Axis:
 class DataParallelState:
     """A view of accelerate's process state that counts data-parallel ranks instead of processes."""
 
-    def __init__(self, partial_state: Any, num_processes: int, process_index: int) -> None:
+    def __init__(self, partial_state: PartialState, num_processes: int, process_index: int) -> None:
         self._state, self.num_processes, self.process_index = partial_state, num_processes, process_index
 
     def __getattr__(self, name: str) -> Any:
@@ -157,9 +159,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        parallel: Any = None,
+        parallel: ParallelConfig | Mapping[str, Any] | None = None,
         context: ParallelContext | None = None,
-        policy: Any = None,
+        policy: Policy | type[Policy] | None = None,
         **kwargs: Any,
     ) -> None:
         for name in OTHER_BACKENDS:
@@ -179,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.set_parallel_context(context, config, policy)
 
     def set_parallel_context(
-        self, context: ParallelContext, parallel_config: ParallelConfig, policy: Any = None
+        self, context: ParallelContext, parallel_config: ParallelConfig, policy: Policy | type[Policy] | None = None
     ) -> None:
         """Set the process grid and the parallel options for the models that ``prepare`` shards.
 
@@ -281,7 +283,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return shard_optimizer(sharded, list(optimizers), **self.config.get_zero_kwargs())
         return None
 
-    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Prepare a model for training with autocast and torch.compile.
 
         A sharded model stays on its device and is not wrapped in DDP. torch.compile compiles each of its layers instead
@@ -302,7 +304,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             sharded.compile(backend=plugin.backend.value.lower(), **options)
         return prepared
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer without moving the optimizer state of a sharded model, which may be offloaded."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
@@ -317,7 +319,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             data_loader.batch_sampler.sampler = RankSynchronizedSampler(sampler, get_world_axis(self.context))  # type: ignore
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps once per data-parallel rank, unless ``split_batches`` is set."""
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
@@ -547,7 +549,7 @@ def _add_tied_weights(state_dict: dict[str, Tensor], model: nn.Module) -> dict[s
     }
 
 
-def _get_example_inputs(model: nn.Module, data_loaders: Sequence[DataLoader[Any]]) -> Any:
+def _get_example_inputs(model: nn.Module, data_loaders: Sequence[DataLoader[Any]]) -> dict[str, Any] | None:
     """Return example inputs for ``forward`` from the first data loader that provides any, or None."""
     return next(
         (found for each in data_loaders if (found := make_example_forward_kwargs(each, model)) is not None), None

@@ -7,7 +7,7 @@ average of their losses would give more weight to the labels of a rank with few 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,7 +53,7 @@ class GlobalLossAverager:
         finally:
             self._samples = None
 
-    def detect_num_items_argument(self, call_args: Any) -> None:
+    def detect_num_items_argument(self, call_args: Iterable[Any]) -> None:
         """Mark the loss as already weighted if a function receives the number of items (labels) in ``call_args``."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in call_args)
 
@@ -104,7 +104,7 @@ class GlobalLossAverager:
                 stacklevel=2,
             )
 
-    def average_over_ranks(self, loss: Any) -> Any:
+    def average_over_ranks(self, loss: Tensor | None) -> Any:
         """Average the loss over the data-parallel ranks. A loss without weights is weighted by its number of samples.
 
         Communicates at most two numbers.
@@ -128,7 +128,7 @@ class WeightedLossMode(TorchFunctionMode):
         super().__init__()
         self._mean = loss_averager
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._mean.detect_num_items_argument((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.from_call_arguments(func, args, kwargs)).is_mean:

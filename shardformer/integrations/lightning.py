@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import preserve_cpu_rng_states
 from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
 
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
@@ -114,7 +117,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         super().setup_environment()
         self.context = get_or_create_parallel_context(self.context, self.parallel)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Shard the model, together with the optimizer that ``configure_optimizers`` returns."""
         context = self._context
         self.accelerator.setup(trainer)
@@ -140,7 +143,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 if context.data.size == 1:
                     module.distributed_available_fn = _return_false
 
-    def _get_example_inputs(self, trainer: Any) -> Any:
+    def _get_example_inputs(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return example inputs from the training data, with which a policy can be derived, or None."""
         source = trainer.fit_loop._data_source
         with preserve_cpu_rng_states():
@@ -184,7 +187,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         model: nn.Module = getattr(self.lightning_module, self._model_attribute_name)
         return model
 
-    def _check_trainer_options(self, trainer: Any) -> None:
+    def _check_trainer_options(self, trainer: Trainer) -> None:
         """Raise ConfigError for Trainer options that do not work with a sharded model."""
         plugins = pl.plugins
         known = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision, plugins.DoublePrecision)
@@ -226,7 +229,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 )
         self._check_can_reuse_sharded_model(trainer)
 
-    def _check_can_reuse_sharded_model(self, trainer: Any) -> None:
+    def _check_can_reuse_sharded_model(self, trainer: Trainer) -> None:
         """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
@@ -257,7 +260,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             dataloader.worker_init_fn = partial(seed_worker, rank=self._context.data.rank)
         return dataloader
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: torch.distributed.ProcessGroup | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a metric over the data-parallel ranks. Communicates one all-reduce of the tensor."""
         data = self._context.data
         if not _is_world_group(group):
@@ -339,7 +342,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Return an empty dict, because ``save_checkpoint`` saves the sharded optimizer state separately."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save the model, its optimizer and Lightning's state in a directory. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
@@ -354,7 +357,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         save_checkpoint(model, folder, optimizers, step=checkpoint["global_step"], extra=extra, retention=1)
         release_folder_lock(folder, model)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model and its optimizer from a checkpoint of any layout, and return Lightning's own state."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         if folder.is_file():  # saved by another strategy of Lightning
@@ -394,7 +397,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.accelerator.teardown()
 
 
-def _is_world_group(process_group: Any) -> bool:
+def _is_world_group(process_group: torch.distributed.ProcessGroup | None) -> bool:
     return process_group is None or process_group is torch.distributed.group.WORLD
 
 
@@ -402,5 +405,5 @@ def _return_false() -> bool:
     return False
 
 
-def _is_weight_averaging_callback(callback: Any) -> bool:
+def _is_weight_averaging_callback(callback: Callback) -> bool:
     return any(kind.__name__ in UNSUPPORTED_CALLBACKS for kind in type(callback).__mro__)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -30,6 +30,9 @@ from shardformer.torch_patches import (
     install_patch,
     replace_attribute,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 __all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapters", "shard_model_with_adapters"]
 
@@ -62,13 +65,13 @@ def _wrap_peft_constructor(original_init: Callable[..., None], *, is_model_wrapp
 
     @wraps(original_init)
     def sharding_init(
-        self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+        self: PeftModel, model: nn.Module, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
     ) -> None:
         if METADATA_ATTRIBUTE not in getattr(model, "__dict__", {}) or _IS_CHANGING.get():
             original_init(self, model, peft_config, adapter_name, *args, **kwargs)
             return
 
-        def run_original_init() -> Any:
+        def run_original_init() -> PeftModel:
             token = _IS_CHANGING.set(True)
             try:
                 original_init(self, model, peft_config, adapter_name, *args, **kwargs)
@@ -93,7 +96,7 @@ def shard_model_with_adapters(
     return shard_peft_model.shard_model_with_adapters(model, shard_fn, finish_fn, patch_peft_methods)
 
 
-def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> PeftModel:
     """Add adapters to a sharded or plain model with ``peft.get_peft_model``. All ranks must call it."""
     import peft
 
@@ -101,7 +104,7 @@ def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return peft.get_peft_model(model, *args, **kwargs)
 
 
-def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> PeftModel:
     """Load adapters into a sharded or plain model with ``PeftModel.from_pretrained``. All ranks must call it."""
     import peft
 

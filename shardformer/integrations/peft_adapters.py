@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,9 @@ from shardformer.tensor_parallel.layers import (
 )
 from shardformer.tensor_parallel.parallel_module import ParallelModule, shard_parameter
 from shardformer.torch_compat import current_graph_task_id
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 ParallelLinear = Linear1D_Col | Linear1D_Row
 EMBEDDINGS = (VocabParallelEmbedding1D, Embedding1D)
@@ -237,7 +240,9 @@ class _DequantizableBaseLayer:
         return weight
 
 
-def shard_adapter(tuner_layer: Any, module_path: str, context_parallel_state: ContextParallelState | None) -> None:
+def shard_adapter(
+    tuner_layer: BaseTunerLayer, module_path: str, context_parallel_state: ContextParallelState | None
+) -> None:
     """Shard the parameters of an adapter in place, and make its ``forward`` call the parallel base layer.
 
     Adapters that were sharded before stay unchanged. Communicates nothing.
@@ -294,7 +299,7 @@ def shard_adapter(tuner_layer: Any, module_path: str, context_parallel_state: Co
 
 
 def _replace_adapter_dropout(
-    tuner_layer: Any, split: Split | None, axis: Axis, context_parallel_state: ContextParallelState | None
+    tuner_layer: BaseTunerLayer, split: Split | None, axis: Axis, context_parallel_state: ContextParallelState | None
 ) -> None:
     if split is None and context_parallel_state is None:
         return  # each rank has the full input
@@ -305,7 +310,7 @@ def _replace_adapter_dropout(
 
 
 def _slice_shared_vera_matrix(
-    tuner_layer: Any, matrix_name: str, base_layer: ParallelLinear, feature_kind: str
+    tuner_layer: BaseTunerLayer, matrix_name: str, base_layer: ParallelLinear, feature_kind: str
 ) -> None:
     """Make a VeRA adapter use this rank's slice of a matrix that all VeRA adapters share."""
     dim = 1 if matrix_name == "vera_A" else 0
@@ -334,14 +339,14 @@ class _LocalSliceMapping(Mapping[str, Tensor]):
         return len(self._table)
 
 
-def _get_feature_kind_and_dim(tuner_layer: Any, attribute_name: str) -> tuple[str, int]:
+def _get_feature_kind_and_dim(tuner_layer: BaseTunerLayer, attribute_name: str) -> tuple[str, int]:
     if attribute_name == "ia3_l":
         return ("in", 1) if tuner_layer.is_feedforward else ("out", 0)
     return FEATURE_DIMS.get(attribute_name, ("", 0))
 
 
 def _get_adapter_parameters(
-    tuner_layer: Any, base_layer: ParallelModule, module_path: str
+    tuner_layer: BaseTunerLayer, base_layer: ParallelModule, module_path: str
 ) -> list[tuple[str, nn.Module, str]]:
     """Return an adapter's parameters and their modules, or raise ConfigError if the adapter is not supported."""
     kind = f"{type(tuner_layer).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
@@ -388,7 +393,7 @@ def _get_adapter_parameters(
     )
 
 
-def restore_parallel_base_layer(tuner_layer: Any) -> None:
+def restore_parallel_base_layer(tuner_layer: BaseTunerLayer) -> None:
     """Restore a parallel linear layer to normal operation after PEFT has removed its adapter."""
     base = tuner_layer.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):

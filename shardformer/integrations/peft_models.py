@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,14 @@ from shardformer.torch_compat import IncompatibleKeys
 from shardformer.transformers_compat import find_embeddings
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
 
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
 NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 """Methods whose new adapters do not depend on the values of the weights; LoRA depends on its options."""
 
 
-def add_and_shard_adapters(model: Any, peft_config: Any, add_adapters_fn: Callable[[], Any]) -> Any:
+def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapters_fn: Callable[[], Any]) -> Any:
     """Replace parallel layers with plain layers, let PEFT add adapters to the model, and then shard the adapters.
 
     All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
@@ -96,7 +100,7 @@ def _check_can_change_adapters(metadata: ShardingMetadata) -> None:
         )
 
 
-def _needs_base_weights(peft_config: Any) -> bool:
+def _needs_base_weights(peft_config: PeftConfig) -> bool:
     if peft_config.is_prompt_learning:
         return True
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
@@ -157,7 +161,7 @@ def _copy_changes_to_parallel_layer(
     shard_peft_model.move_hooks(plain_layer, parallel_layer)
 
 
-def patch_peft_methods(model: Any) -> None:
+def patch_peft_methods(model: PeftModel) -> None:
     """Replace the methods of a ``PeftModel`` that save, load or merge adapters with versions for a sharded model."""
     tuner = type(model.base_model)
     for table, owner in ((_METHODS, type(model)), (_TUNER_METHODS, tuner)):
@@ -195,15 +199,17 @@ class _TunerForwardWithHooks:
             restore_forward()
 
 
-def _add_adapter(peft_model: Any, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
-    def call_add_adapter() -> Any:
+def _add_adapter(peft_model: PeftModel, adapter_name: str, peft_config: PeftConfig, **kwargs: Any) -> None:
+    def call_add_adapter() -> PeftModel:
         type(peft_model).add_adapter(peft_model, adapter_name, peft_config, **kwargs)
         return peft_model
 
     add_and_shard_adapters(peft_model, peft_config, call_add_adapter)
 
 
-def _load_adapter(peft_model: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
+def _load_adapter(
+    peft_model: PeftModel, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any
+) -> Any:
     state = get_metadata(peft_model)
     kwargs.setdefault("torch_device", str(state.context.device))
     load = partial(type(peft_model).load_adapter, peft_model, model_id, adapter_name, is_trainable, **kwargs)
@@ -211,7 +217,7 @@ def _load_adapter(peft_model: Any, model_id: Any, adapter_name: str, is_trainabl
         return load()
     values: dict[str, Tensor] = {}
 
-    def capture_state_dict(state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
+    def capture_state_dict(state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> IncompatibleKeys:
         values.update(state_dict)
         return IncompatibleKeys([name for name in peft_model.state_dict() if name not in state_dict], [])
 
@@ -233,7 +239,7 @@ def _load_adapter(peft_model: Any, model_id: Any, adapter_name: str, is_trainabl
 
 @contextmanager
 def _use_full_parameters(
-    model: Any, get_full_value: Callable[[str, Tensor], Tensor]
+    model: nn.Module, get_full_value: Callable[[str, Tensor], Tensor]
 ) -> Iterator[dict[str, nn.Parameter]]:
     """Temporarily give a model full parameters instead of those sharded by ZeRO stage 3, and yield them by name.
 
@@ -259,13 +265,13 @@ def _use_full_parameters(
             owner._parameters[leaf] = param
 
 
-def _delete_adapter(peft_model: Any, adapter_name: str) -> None:
+def _delete_adapter(peft_model: PeftModel, adapter_name: str) -> None:
     _check_can_change_adapters(get_metadata(peft_model))
     type(peft_model).delete_adapter(peft_model, adapter_name)
     shard_peft_model.remove_adapter_metadata(peft_model, unwrap_peft_model(peft_model), adapter_name)
 
 
-def _save_pretrained(peft_model: Any, save_directory: Any, **kwargs: Any) -> None:
+def _save_pretrained(peft_model: PeftModel, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
     """Gather the adapters, and save them in PEFT's format on the first rank. All ranks must call it.
 
     Communicates one all-gather per sharded adapter parameter. A pipeline also needs one broadcast per parameter.
@@ -293,7 +299,7 @@ def _save_pretrained(peft_model: Any, save_directory: Any, **kwargs: Any) -> Non
 
 
 @contextmanager
-def _with_remote_stage_adapters(peft_model: Any) -> Iterator[None]:
+def _with_remote_stage_adapters(peft_model: PeftModel) -> Iterator[None]:
     """Temporarily add the adapters of other pipeline stages, because PEFT saves only adapters in the model."""
     inner = unwrap_peft_model(peft_model)
     elsewhere = get_metadata(peft_model).adapters.elsewhere
@@ -308,7 +314,7 @@ def _with_remote_stage_adapters(peft_model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_plain_embeddings(peft_model: Any) -> Iterator[None]:
+def _with_plain_embeddings(peft_model: PeftModel) -> Iterator[None]:
     """Temporarily replace parallel embeddings and LM heads with plain layers, because PEFT expects them."""
     state, shown = get_metadata(peft_model), []
     for tuner in _get_input_and_output_embeddings(unwrap_peft_model(peft_model)):
@@ -325,11 +331,11 @@ def _with_plain_embeddings(peft_model: Any) -> Iterator[None]:
             holder._modules[name] = layer
 
 
-def _get_input_and_output_embeddings(model: Any) -> list[nn.Module]:
+def _get_input_and_output_embeddings(model: nn.Module) -> list[nn.Module]:
     return [found for kind in ("input", "output") if (found := find_embeddings(model, kind)) is not None]
 
 
-def _gather_adapter_state_dict(peft_model: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
+def _gather_adapter_state_dict(peft_model: PeftModel, save_embedding_layers: bool | str) -> dict[str, Tensor]:
     inner, adapters = unwrap_peft_model(peft_model), get_metadata(peft_model).adapters
     configs = peft_model.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
@@ -347,7 +353,7 @@ def _gather_adapter_state_dict(peft_model: Any, save_embedding_layers: Any) -> d
 
 
 @contextmanager
-def _prepare_adapter_merge(peft_model: Any, method_name: str) -> Iterator[None]:
+def _prepare_adapter_merge(peft_model: PeftModel, method_name: str) -> Iterator[None]:
     state = get_metadata(peft_model)
     if state.parameter_owner is not None:
         raise ConfigError(
@@ -363,15 +369,15 @@ def _prepare_adapter_merge(peft_model: Any, method_name: str) -> Iterator[None]:
     yield
 
 
-def _merge_and_unload(peft_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def _merge_and_unload(peft_model: PeftModel, *args: Any, **kwargs: Any) -> nn.Module:
     return _call_unload_method(peft_model, "merge_and_unload", *args, **kwargs)
 
 
-def _unload(peft_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def _unload(peft_model: PeftModel, *args: Any, **kwargs: Any) -> nn.Module:
     return _call_unload_method(peft_model, "unload", *args, **kwargs)
 
 
-def _call_unload_method(peft_model: Any, method_name: str, *args: Any, **kwargs: Any) -> nn.Module:
+def _call_unload_method(peft_model: PeftModel, method_name: str, *args: Any, **kwargs: Any) -> nn.Module:
     state, inner = get_metadata(peft_model), unwrap_peft_model(peft_model)
     with _prepare_adapter_merge(peft_model, method_name):
         _check_can_change_adapters(state)
@@ -387,28 +393,28 @@ def _call_unload_method(peft_model: Any, method_name: str, *args: Any, **kwargs:
     return inner
 
 
-def _merge_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+def _merge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     with _prepare_adapter_merge(peft_model, "merge_adapter"):
         run_and_compare_across_ranks(
             get_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
         )
 
 
-def _unmerge_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+def _unmerge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     with _prepare_adapter_merge(peft_model, "unmerge_adapter"):
         run_and_compare_across_ranks(
             get_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
         )
 
 
-def _add_weighted_adapter(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+def _add_weighted_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "add_weighted_adapter is not supported on a sharded model.",
         remedy="Call it before shard_model, or call it in one process and load the new adapter.",
     )
 
 
-def _get_nb_trainable_parameters(peft_model: Any) -> tuple[int, int]:
+def _get_nb_trainable_parameters(peft_model: PeftModel) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters of the full, unsharded model."""
     state = get_metadata(peft_model)
     if state.context.pipe.size > 1:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,12 +39,18 @@ from shardformer.integrations.accelerate import (
 from shardformer.integrations.global_batch_loss import DataParallelLabelSmoother, GlobalLossAverager, WeightedLossMode
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.policies.policy import Policy
 from shardformer.torch_patches import Patch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data, make_pipeline
 from shardformer.transformers_compat import is_kv_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Sampler
+    from transformers import TrainingArguments as PlainArguments
+    from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 transformers: Any = load_transformers()
 
@@ -85,11 +91,11 @@ class ShardedTrainer:
 
     def __init__(
         self,
-        model: Any = None,
-        args: Any = None,
+        model: nn.Module | None = None,
+        args: PlainArguments | None = None,
         *extra_args: Any,
-        parallel: Any = None,
-        policy: Any = None,
+        parallel: ParallelConfig | Mapping[str, Any] | None = None,
+        policy: Policy | type[Policy] | None = None,
         context: ParallelContext | None = None,
         **kwargs: Any,
     ) -> None:
@@ -161,7 +167,7 @@ class ShardedTrainer:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
             self.pipeline = make_pipeline(unwrap_sharded_model(model), self.parallel, None, None)  # type: ignore[arg-type]
 
-    def _get_example_inputs(self) -> Any:
+    def _get_example_inputs(self) -> dict[str, Any] | None:
         """Return example inputs for the model, from which a policy can be derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
@@ -194,7 +200,7 @@ class ShardedTrainer:
         """Return 1, because the accelerator already counts data-parallel ranks instead of processes."""
         return 1
 
-    def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Return the number of items (label tokens) in a batch, as the average over the data-parallel ranks.
 
         Each rank divides its loss by this number, so that the mean over the ranks is the loss of the global batch.
@@ -215,7 +221,7 @@ class ShardedTrainer:
         finally:
             self.args.average_tokens_across_devices = before
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: PlainArguments) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
 
     @contextmanager
@@ -236,11 +242,11 @@ class ShardedTrainer:
         ):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
-    def set_initial_training_values(self, args: Any, loader: Any, *extra_args: Any, **kwargs: Any) -> Any:
+    def set_initial_training_values(self, args: Any, loader: DataLoader[Any], *extra_args: Any, **kwargs: Any) -> Any:
         self._check_loader_splits_samples(loader, "get_train_dataloader")
         return super().set_initial_training_values(args, loader, *extra_args, **kwargs)  # type: ignore[misc]
 
-    def _check_loader_splits_samples(self, data_loader: Any, method_name: str) -> None:
+    def _check_loader_splits_samples(self, data_loader: DataLoader[Any], method_name: str) -> None:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
         if self.context.data.size > 1 and is_replicated_data_loader(data_loader):
             raise ConfigError(
@@ -255,7 +261,7 @@ class ShardedTrainer:
     def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self._scale_sampler_batch_size(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
 
-    def _scale_sampler_batch_size(self, sampler: Any) -> Any:
+    def _scale_sampler_batch_size(self, sampler: Sampler[int] | None) -> Any:
         if isinstance(sampler, transformers.trainer_pt_utils.LengthGroupedSampler):
             sampler.batch_size *= self.context.data.size  # as in one process with the same global batch
         return sampler
@@ -266,11 +272,11 @@ class ShardedTrainer:
         ):  # for the speed in the log
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         with self._override_world_size_and_rank(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate the model on a data set, and drop predictions and labels of samples that pad the last batch.
 
         Seq2SeqTrainer would keep them, because one process needs no padding. It averages the losses over batches.
@@ -324,7 +330,7 @@ class ShardedTrainer:
         return stack
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
     ) -> Any:
         """Evaluate the model on a batch, and gather sharded logits unless only the loss is needed.
 
@@ -338,7 +344,7 @@ class ShardedTrainer:
         self._gathers_loss = found[0] is not None
         return found
 
-    def _run_prediction_step(self, step_fn: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
+    def _run_prediction_step(self, step_fn: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
         mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
         real = self._count_non_padding_samples(inputs)
@@ -353,7 +359,7 @@ class ShardedTrainer:
             loss, *_ = step_fn(model, _take_first_samples(inputs, max(real, 1)), True)
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
-    def _count_non_padding_samples(self, inputs: Any) -> int | None:
+    def _count_non_padding_samples(self, inputs: Mapping[str, Any]) -> int | None:
         """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
@@ -393,7 +399,7 @@ class ShardedTrainer:
                     remedy="Remove this setting, or set pipe=1.",
                 )
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if not self.has_pipeline_stages:
             self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
             with self._loss_mean.set_num_samples(None):
@@ -407,7 +413,7 @@ class ShardedTrainer:
         with self.accelerator.autocast():
             return self.pipeline.step(self._prepare_pipeline_inputs(inputs, num_items_in_batch)).detach()
 
-    def _prepare_pipeline_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
+    def _prepare_pipeline_inputs(self, inputs: Mapping[str, Any], num_items_in_batch: Any) -> dict[str, Any]:
         """Prepare a batch for the pipeline, and add the number of items (label tokens) in the global batch."""
         found = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
@@ -444,7 +450,7 @@ class ShardedTrainer:
         else:
             full_state_dict(self.sharded_model)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather and save the full weights. Trainer calls this on all ranks for models that transformers sharded."""
         self._joined_save = True
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
@@ -523,7 +529,7 @@ def _take_first_samples(inputs: Any, num_samples: int) -> Any:
     return slice_samples(inputs)
 
 
-def _mask_labels(inputs: Any, num_kept_samples: int = 0) -> Any:
+def _mask_labels(inputs: Mapping[str, Any], num_kept_samples: int = 0) -> dict[str, Any]:
     """Return a copy of a batch that ignores the labels (-100) of all samples after the first ``num_kept_samples``."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
@@ -536,10 +542,10 @@ def _mask_labels(inputs: Any, num_kept_samples: int = 0) -> Any:
 class FullOptimizerStateSaver:
     """Replaces the optimizer while Trainer saves a checkpoint, to provide the unsharded optimizer state."""
 
-    def __init__(self, full_optimizer_state: Any) -> None:
+    def __init__(self, full_optimizer_state: dict[str, Any] | None) -> None:
         self._state = full_optimizer_state
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> dict[str, Any] | None:
         return self._state
 
 
@@ -549,7 +555,7 @@ class FullOptimizerStateLoader:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_full_optimizer_state_dict(self._model, self._optimizer, state_dict)
 
 
@@ -565,7 +571,7 @@ FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update parameters during the backward pass."""
 
 
-def check_training_arguments(args: Any, parallel: ParallelConfig) -> None:
+def check_training_arguments(args: PlainArguments, parallel: ParallelConfig) -> None:
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
@@ -654,7 +660,7 @@ def _sharding_trainer_init(trainer: Any, model: Any = None, args: Any = None, *e
 
 
 @cache
-def _make_sharded_trainer_class(trainer_class: Any) -> Any:
+def _make_sharded_trainer_class(trainer_class: type) -> type:
     return type(
         trainer_class.__name__,
         (ShardedTrainer, trainer_class),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
@@ -32,6 +32,7 @@ from shardformer.integrations.accelerate import Accelerator, unwrap_sharded_mode
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import get_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.policies.policy import Policy
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
 from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_token_statistics
@@ -62,8 +63,8 @@ class ShardedTRLTrainer(ShardedTrainer):
     def __init__(
         self,
         *args: Any,
-        parallel: Any = None,
-        policy: Any = None,
+        parallel: ParallelConfig | Mapping[str, Any] | None = None,
+        policy: Policy | type[Policy] | None = None,
         context: ParallelContext | None = None,
         **kwargs: Any,
     ) -> None:
@@ -119,14 +120,14 @@ class ShardedTRLTrainer(ShardedTrainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__, self.accelerator.trained = ShardingAccelerator, type(self.model)
 
-    def _shard_model(self, model: Any) -> None:
+    def _shard_model(self, model: nn.Module) -> None:
         with rebuild_fused_heads(model):
             if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
                 self._check_packing_supported(model)
             super()._shard_model(model)
         guard_sharded_head_weights(self.sharded_model, type(self))
 
-    def _check_packing_supported(self, model: Any) -> None:
+    def _check_packing_supported(self, model: nn.Module) -> None:
         option = "padding_free=True, which packing sets,"
         if unwrap_sharded_model(model) is not None:
             raise ConfigError(
@@ -161,7 +162,7 @@ class ShardingAccelerator(Accelerator):
 
     trained: type
 
-    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if evaluation_mode and unwrap_sharded_model(model) is None and isinstance(model, transformers.PreTrainedModel):
             with rebuild_fused_heads(model):
                 policy = self.policy if isinstance(model, self.trained) else None
@@ -206,7 +207,7 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     data = accelerator.context.data
 
-    def gather_object(local_objects: Any) -> list[Any]:
+    def gather_object(local_objects: list[Any]) -> list[Any]:
         return [value for of_rank in all_gather_objects(local_objects, data) for value in of_rank]
 
     replaced = {"gather": accelerator.gather, "gather_object": gather_object, "reduce": accelerator.reduce}
@@ -232,7 +233,7 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def _replace_accelerate_function(function_name: str, old_fn: Any, new_fn: Any) -> None:
+def _replace_accelerate_function(function_name: str, old_fn: Callable[..., Any], new_fn: Callable[..., Any]) -> None:
     """Patch a function of accelerate.utils in all modules that import it, except accelerate's own."""
     for module in list(sys.modules.values()):
         path = str(getattr(module, "__name__", ""))
@@ -244,7 +245,7 @@ def _replace_accelerate_function(function_name: str, old_fn: Any, new_fn: Any) -
 # --- weights that a trainer may not read
 
 
-def guard_sharded_head_weights(model: Any, trainer_class: type) -> None:
+def guard_sharded_head_weights(model: nn.Module, trainer_class: type) -> None:
     """Make the model's output head raise ConfigError if a trainer reads its sharded weights directly.
 
     Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
@@ -306,12 +307,12 @@ def rebuild_fused_heads(model: nn.Module) -> Iterator[None]:
         module.forward = MethodType(_make_sharded_head_forward(forward.__func__, module), module)
 
 
-def _is_fused_head(forward: Any) -> bool:
+def _is_fused_head(forward: Callable[..., Any] | None) -> bool:
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _make_sharded_head_forward(fused_forward: FunctionType, model: Any) -> FunctionType:
+def _make_sharded_head_forward(fused_forward: FunctionType, model: nn.Module) -> FunctionType:
     """Adapt TRL's fused ``forward`` to a sharded output head."""
     code = fused_forward.__code__
     if fused_forward.__globals__["__name__"] == __name__:
@@ -340,7 +341,7 @@ def _make_sharded_head_forward(fused_forward: FunctionType, model: Any) -> Funct
 
 
 def compute_token_stats(
-    get_output_head: Any, unsharded_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
+    get_output_head: Any, unsharded_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Tensor | None, labels_T: Tensor,
     temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
     """Compute the label log-probabilities and entropies that TRL's fused head returns, also for a sharded head.

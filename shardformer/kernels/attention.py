@@ -106,7 +106,7 @@ class FusedAttentionMode(TorchFunctionMode):
         super().__init__()
         self._module = module
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._scaled_dot_product_attention if func is TORCH_ATTENTION else func)(*args, **(kwargs or {}))
 
     def _scaled_dot_product_attention(

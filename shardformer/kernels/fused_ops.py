@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred_tensors
-from shardformer.comm.sharded_tensor import Args, Kwargs
+from shardformer.comm.sharded_tensor import Args, Kwargs, TorchFunction
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import without_fake_tensors
 
@@ -405,7 +405,7 @@ class DeferredActivation(DeferredTensor):
         return self.out if torch.is_grad_enabled() else self.out.detach()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: TorchFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         operands, options = [a for a in args if isinstance(a, DeferredActivation)], kwargs or {}
         x = max(operands, key=lambda x: x.terms[0] is not None, default=None)
         if x is not None and x.out is None and not x._is_watched:

@@ -144,7 +144,7 @@ def _cosine_attention(
     return out.flatten(2)
 
 
-def _get_dropout_rate(module: nn.Module, dropout_layer: Any) -> float:
+def _get_dropout_rate(module: nn.Module, dropout_layer: nn.Dropout) -> float:
     return float(dropout_layer.p) if module.training else 0.0
 
 
@@ -168,7 +168,7 @@ class AttentionOverride:
 
 
 def chatglm_attention(
-    self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any
+    self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
     """Compute ChatGLM2 attention for inputs (length, batch, heads, head dim). The mask is True for masked keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
@@ -207,7 +207,7 @@ def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
 
 
 @functools.cache
-def get_class_source(cls: Any) -> str:
+def get_class_source(cls: type) -> str:
     """Return the source code of the methods of a class and its base classes, or "" if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
@@ -268,5 +268,5 @@ def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Call
         yield f"{path}.{override.method}", override.method, override.function
 
 
-def _no_output_attentions_pre_hook(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _no_output_attentions_pre_hook(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])

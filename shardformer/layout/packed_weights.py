@@ -99,7 +99,7 @@ class PackedWeightsMixin:
         else:
             super().__setattr__(name, value)
 
-    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         save_own_tensors(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ def add_mixin_classes(module: nn.Module, *mixin_classes: type) -> None:
 
 
 @cache
-def _make_mixin_class(mixin_classes: tuple[type, ...], base_class: Any) -> Any:
+def _make_mixin_class(mixin_classes: tuple[type, ...], base_class: type) -> Any:
     return type(
         base_class.__name__,
         (*mixin_classes, base_class),

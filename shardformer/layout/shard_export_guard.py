@@ -6,9 +6,9 @@ raise an error, because their result would be mistaken for the full model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ class ExportGuardedShard(Tensor):
     _param_name: str
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         slices = [x for x in leaves if isinstance(x, ExportGuardedShard)]
@@ -42,7 +42,7 @@ class ExportGuardedShard(Tensor):
             arguments = {id(x) for x in leaves}
             return tree_map(lambda x: x if id(x) in arguments else _guard_if_same_size(x, slices), result)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise_shard_export_error(self._param_name, self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -122,7 +122,7 @@ class _PickleGuard:
     def __init__(self, param_name: str, shape: tuple[int, ...]) -> None:
         self._name, self._shape = param_name, shape
 
-    def __call__(self, protocol: Any) -> NoReturn:
+    def __call__(self, protocol: SupportsIndex) -> NoReturn:
         raise_shard_export_error(self._name, self._shape)
 
 

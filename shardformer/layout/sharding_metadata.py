@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 from weakref import WeakSet, ref
 
 import torch
@@ -180,7 +180,7 @@ class GradientReducerProtocol(Protocol):
     @property
     def is_paused(self) -> bool: ...
     def prepare_for_backward(self) -> None: ...
-    def no_sync(self) -> Any: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
     def start_reduction(self) -> None: ...
     def finish_reduction(self) -> None: ...
 
@@ -281,7 +281,7 @@ class ShardingMetadata:
         copied._disable_shard_pickling()
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             "A sharded model cannot be pickled, for example by torch.save(model).",
             remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "

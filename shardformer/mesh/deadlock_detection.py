@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.mesh.rank_failures import MonitoredWork, ReceiveWork
-from shardformer.torch_compat import count_collectives_by_group, get_group_name
+from shardformer.torch_compat import Store, count_collectives_by_group, get_group_name
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class DeadlockMonitor:
         carriers: weak references to the transports of this process, which count messages.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self.carriers: list[Callable[[], Any]] = []
         self._ends = threading.Event()
@@ -177,7 +177,7 @@ class DeadlockMonitor:
         self._has_left = True
         self._ends.set()
 
-    def is_reporting_to(self, store: Any) -> bool:
+    def is_reporting_to(self, store: Store) -> bool:
         return self._store is store and not self._ends.is_set()
 
     def request_reports(self) -> int:
@@ -366,7 +366,7 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 """By process id, because a forked process does not have its parent's threads."""
 
 
-def get_deadlock_monitor(store: Any, rank: int) -> DeadlockMonitor:
+def get_deadlock_monitor(store: Store, rank: int) -> DeadlockMonitor:
     """Return the ``DeadlockMonitor`` of this process. The first call creates it."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):

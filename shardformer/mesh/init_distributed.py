@@ -40,7 +40,7 @@ from shardformer.mesh.parallel_context import (
 from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Rendezvous
 from shardformer.mesh.rank_grid import AXES, count_ranks_on_axis
 from shardformer.mesh.tensor_grid import compute_grid_shape
-from shardformer.torch_compat import PrefixStore, TCPStore
+from shardformer.torch_compat import PrefixStore, Store, TCPStore
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
@@ -152,7 +152,7 @@ def find_network_interface(host: str) -> str | None:
     return None
 
 
-def _create_store_after_restart(timeout: timedelta) -> Any:
+def _create_store_after_restart(timeout: timedelta) -> Store | None:
     """Return a new key-value store if the launcher has restarted the processes, or None.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
@@ -326,7 +326,7 @@ def _init_default_process_group(backend: str | None, timeout_s: float | None) ->
             )
 
 
-def _set_torch_seed(seed: Any) -> None:
+def _set_torch_seed(seed: int | None) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):

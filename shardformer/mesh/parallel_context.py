@@ -38,7 +38,13 @@ from shardformer.mesh.transport import (
     World,
 )
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.torch_compat import get_collective_count, get_default_store, get_group_name, has_exact_collective_count
+from shardformer.torch_compat import (
+    Store,
+    get_collective_count,
+    get_default_store,
+    get_group_name,
+    has_exact_collective_count,
+)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -56,7 +62,7 @@ class ProcessWorld:
     thread: ClassVar[None] = None
 
     @property
-    def store(self) -> Any:
+    def store(self) -> Store | None:
         """Key-value store of the launcher, or None if there is only one process."""
         return get_launcher_store()
 
@@ -72,7 +78,7 @@ class ProcessWorld:
         return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
 
-def get_launcher_store() -> Any:
+def get_launcher_store() -> Store | None:
     """Return the key-value store of torch's default process group, or None if there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
@@ -302,7 +308,7 @@ class ProcessGroupTransport:
             announced.append(own if is_past else AnnouncedCollective(call, is_step) if count == call_number else None)
         return announced
 
-    def _monitor_work(self, work: Any, description: str, peer_index: int | None = None) -> Work:
+    def _monitor_work(self, work: dist.Work | None, description: str, peer_index: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
             joined = self.group, get_collective_count(self.group), description.partition(" ")[2].replace("-", "_")

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardformer.errors import LaunchError
 from shardformer.mesh.transport import CollectiveLog
@@ -95,7 +96,7 @@ class MonitoredWork:
 
     def __init__(
         self,
-        work: Any,
+        work: dist.Work | None,
         peers: PeerRanks,
         operation: str,
         peer_index: int | None = None,
@@ -110,7 +111,7 @@ class MonitoredWork:
             awaited_collective,
         )
 
-    def wait(self) -> Any:
+    def wait(self) -> bool:
         with self._peers.report_lost_peer(self._what, self._peer):
             return self._work.wait()
 
@@ -129,7 +130,7 @@ class ReceiveWork(MonitoredWork):
 
     def __init__(
         self,
-        work: Any,
+        work: dist.Work | None,
         peers: PeerRanks,
         src: int,
         awaited_collective: tuple[Any, int, str] | None,
@@ -138,7 +139,7 @@ class ReceiveWork(MonitoredWork):
         super().__init__(work, peers, "a receive", src, awaited_collective)
         self._from, self._arrived = src, received_counts
 
-    def wait(self) -> Any:
+    def wait(self) -> bool:
         done = super().wait()
         if self._from >= 0 and not torch.compiler.is_compiling():
             self._arrived[self._from] += 1
@@ -261,7 +262,7 @@ class Rendezvous:
         except OSError as error:
             return error
 
-    def _connect_to_store(self) -> Any:
+    def _connect_to_store(self) -> TCPStore:
         return TCPStore(
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )

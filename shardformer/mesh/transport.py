@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.errors import LaunchError
+from shardformer.torch_compat import Store
 
 # the sender of a message counts it
 WIRE_FACTOR = {
@@ -139,7 +140,7 @@ class World(Protocol):
     """Interface of the processes or threads that are the ranks of a mesh. It connects them by transports."""
 
     @property
-    def store(self) -> Any:
+    def store(self) -> Store | None:
         """Key-value store of the launcher, or None. Processes use it before their first collective."""
 
     @property

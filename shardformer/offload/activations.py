@@ -136,7 +136,7 @@ class ActivationStore:
         self._largest = 0
         self._task = -1
 
-    def __reduce__(self) -> Any:  # a copied model gets an empty store
+    def __reduce__(self) -> tuple[Any, ...]:  # a copied model gets an empty store
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
@@ -166,7 +166,7 @@ class ActivationStore:
 
     # --- the forward pass
 
-    def forward_pre_hook(self, model: nn.Module, args: Any) -> None:
+    def forward_pre_hook(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Activate the hooks for saved tensors at the start of a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.forward_hook()

@@ -155,7 +155,7 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
 
 
 def _convert_argument_to_description(
-    module_key: Any, argument: Argument, head_paths: set[str]
+    module_key: type | str, argument: Argument, head_paths: set[str]
 ) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _empty_if_not_implemented(function())]
@@ -261,7 +261,7 @@ def _make_layer_replacement(layer: Layer, head_paths: set[str]) -> SubModuleRepl
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 
-def _choose_parallel_layer_class(layer: Layer, is_lm_head: bool) -> Any:
+def _choose_parallel_layer_class(layer: Layer, is_lm_head: bool) -> type[ParallelModule]:
     if isinstance(layer, Row_Layer):
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):

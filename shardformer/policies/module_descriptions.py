@@ -167,7 +167,7 @@ def check_value_type(owner_name: str, value_name: str, value: Any, type_hint: An
 
 
 @cache
-def get_cached_type_hints(cls: Any) -> Mapping[str, Any]:
+def get_cached_type_hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 

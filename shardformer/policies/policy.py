@@ -222,7 +222,7 @@ def has_user_registered_policy(model: nn.Module) -> bool:
     return get_model_family(model) in _REGISTERED
 
 
-def get_model_family(model: nn.Module) -> Any:
+def get_model_family(model: nn.Module) -> str | None:
     """Return the name of the model's family, such as ``llama`` or ``timm:VisionTransformer``."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)

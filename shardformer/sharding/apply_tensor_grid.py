@@ -22,6 +22,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
 from shardformer.module_paths import get_submodule_or_none, has_transposed_weight, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
+from shardformer.policies.policy import Policy
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import register_argument_pre_hook
 from shardformer.tensor_parallel.grid_activations import GridActivationSharding
@@ -151,7 +152,7 @@ def _add_rule_outside_blocks(
 # --- batch dimensions of the arguments of attention modules
 
 
-def find_modules_with_extra_inputs(policy: Any) -> list[str]:
+def find_modules_with_extra_inputs(policy: Policy) -> list[str]:
     """Return the paths of modules in layers that may receive inputs other than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
@@ -169,7 +170,7 @@ def make_argument_key(module_path: str, argument_name: str) -> tuple[str, str]:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_path), argument_name
 
 
-def named_tensor_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+def named_tensor_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each input tensor of a module. The first one is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
@@ -183,7 +184,7 @@ def _get_forward_arg_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _format_argument_path(key_path: Any, argument_names: list[str]) -> str:
+def _format_argument_path(key_path: tuple[Any, ...], argument_names: list[str]) -> str:
     """Return the argument name of a tensor, with its path inside a nested argument."""
     kind, key, *inner = key_path
     if kind.idx == 1:
@@ -216,7 +217,7 @@ def _remove_kv_caches_from_output(
     activation_shardings: Sequence[GridActivationSharding],
     argument_names: frozenset[str],
     model: nn.Module,
-    args: Any,
+    args: tuple[Any, ...],
     output: Any,
 ) -> Any:
     """Remove KV caches from the model's output, because they contain only this rank's samples."""
@@ -255,7 +256,7 @@ class _SampleSelectionHook:
         hidden = get_first_tensor_arg(args, kwargs)
         self._rows = hidden.shape[self._stream.batch_dim]
 
-        def select_samples(key_path: Any, leaf: Any) -> Any:
+        def select_samples(key_path: tuple[Any, ...], leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
             name = _format_argument_path(key_path, self._names)

@@ -44,7 +44,7 @@ from shardformer.sharding.apply_context_parallel import check_context_parallel_s
 from shardformer.sharding.plan import ShardingPlan, make_sharding_plan
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import get_tensor_hooks, has_meta_tensors, is_dtensor
+from shardformer.torch_compat import Store, get_tensor_hooks, has_meta_tensors, is_dtensor
 
 ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -96,7 +96,7 @@ class _ProcessGroupReport:
 
 
 def _check_peer_process_group(
-    store: Any, peer_rank: int, local_report: _ProcessGroupReport, deadline: float
+    store: Store, peer_rank: int, local_report: _ProcessGroupReport, deadline: float
 ) -> ShardFormerError | None:
     """Return an error if another process passed a different process group or cannot shard the model.
 
@@ -432,7 +432,7 @@ def _copy_private_dicts(instance_dict: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() for n, v in instance_dict.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 
-def _replace_dict_entries(target_dict: Any, new_entries: Any) -> None:
+def _replace_dict_entries(target_dict: dict[Any, Any], new_entries: Mapping[Any, Any]) -> None:
     target_dict.clear()
     target_dict.update(new_entries)
 
@@ -523,7 +523,7 @@ def has_library_forward(module: nn.Module) -> bool:
     return "forward" not in vars(module) and _get_top_level_package(of_class) in LIBRARIES
 
 
-def _get_top_level_package(fn: Any) -> str:
+def _get_top_level_package(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__module__", "")).partition(".")[0]
 
 

@@ -19,7 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from shardformer import torch_compat
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
@@ -86,7 +86,7 @@ class LayerStackCompiler:
             function, backend=self._compile_graph, fullgraph=True, dynamic=dynamic
         )
 
-    def _compile_graph(self, graph: Any, example_inputs: Sequence[Any]) -> Any:
+    def _compile_graph(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         self.graphs.append(self.running)
         if self.random_device is None:
             return self._compile(graph, example_inputs)

@@ -499,5 +499,5 @@ def _replace_layer_index(
     return ".".join(out)
 
 
-def _format_shape(shape: Any) -> str:
+def _format_shape(shape: Iterable[int]) -> str:
     return " x ".join(str(n) for n in shape) or "scalar"

@@ -296,7 +296,7 @@ def _get_instance_forward_id(module: nn.Module) -> int:
     return 0 if forward is None or is_ours or is_of_class else id(forward)
 
 
-def is_library_hook(hook: Any) -> bool:
+def is_library_hook(hook: Callable[..., Any]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
@@ -342,7 +342,7 @@ def wrap_inputs_to_compare_grads(args: tuple[Any, ...], kwargs: dict[str, Any], 
     if axis.size == 1 or not torch.is_grad_enabled() or not any(map(requires_gradient, tree_leaves((args, kwargs)))):
         return None
 
-    def attach_comparison(key_path: Any, tensor: Any) -> Any:
+    def attach_comparison(key_path: tuple[Any, ...], tensor: Any) -> Any:
         return (
             _CompareInputGradients.apply(tensor, keystr(key_path[1:]).strip("[]'"), axis)
             if requires_gradient(tensor)

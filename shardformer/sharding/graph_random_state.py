@@ -159,7 +159,7 @@ class _RngStateDispatchMode(TorchDispatchMode):
             return func(*args, **kwargs)
         return None
 
-    def _run_random_op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_random_op(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.draws = True
         *out, self.state = make_functional_random_op(func)(self.state, self._device, *args, **kwargs)
         arguments = schema_of(func).arguments
@@ -170,8 +170,8 @@ class _RngStateDispatchMode(TorchDispatchMode):
 
 
 def compile_with_rng_state(
-    graph: Any, example_inputs: Sequence[Any], compile_fn: Compiler, device: torch.device
-) -> Any:
+    graph: fx.GraphModule, example_inputs: Sequence[Any], compile_fn: Compiler, device: torch.device
+) -> Callable[..., Any]:
     """Compile a graph into a function that draws the same random numbers as the eager code."""
     draws = False
 
@@ -198,7 +198,7 @@ def compile_with_rng_state(
     return call_compiled
 
 
-def _build_graph_with_rng_state(fn: Callable[..., Any], graph: Any) -> fx.GraphModule:
+def _build_graph_with_rng_state(fn: Callable[..., Any], graph: fx.GraphModule) -> fx.GraphModule:
     """Build a graph that calls ``fn``, with the random state as an additional input and output."""
     new = fx.Graph()
     values = []

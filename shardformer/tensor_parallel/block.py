@@ -39,9 +39,9 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from shardformer.comm.deferred_tensor import DeferredTensor
-from shardformer.comm.sharded_tensor import Args, Kwargs
+from shardformer.comm.sharded_tensor import Args, Kwargs, TorchFunction
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_hooks
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import (
@@ -86,7 +86,7 @@ class LocalHeadWidthTensor(Tensor):
         return entered
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: TorchFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalHeadWidthTensor):
@@ -220,7 +220,7 @@ class TensorParallelBlock:
         after = self.check_no_residual_hook if contains_exit_layer else None
         register_forward_hooks(module, HookOrder.BLOCK, self._entry_forward_pre_hook, after, with_kwargs=True)
 
-    def _entry_forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _entry_forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
         return map_first_tensor_arg(args, kwargs, lambda x: self.enter_block(x, module.training))
 
     def compute_column_output(self, column_linear: ColumnParallelLinear, hidden_states: Tensor) -> Tensor:
@@ -418,7 +418,7 @@ def register_block_hooks(
         local = reduce_scatter_to_sp_region(by_sample, axis, SEQUENCE)
         return local if output.dim() == 3 else local.reshape(-1, *output.shape[1:])
 
-    def prepare_inputs_pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def prepare_inputs_pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardArgs:
         return tuple(prepare_input(x) for x in args), {name: prepare_input(x) for name, x in kwargs.items()}
 
     def scale_params_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:

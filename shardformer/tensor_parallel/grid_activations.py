@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import all_gather, broadcast, gather_from_region, get_local_chunk, scatter_to_region
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import InputError
-from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
@@ -175,7 +175,7 @@ class GatherHiddenFeaturesHook(GatherHook):
     def _make_hidden_split(self) -> Split:
         return Split.even(self._stream.width, self._axis.size)
 
-    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs | None:
         def gather_features(hidden_states: Tensor) -> Tensor:
             self._stream.select_tp_region(hidden_states)
             if not self._stream.is_sharded:

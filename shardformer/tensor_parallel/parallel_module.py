@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_hooks
 from shardformer.layout.shard_export_guard import guard_state_dict_shards
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
@@ -70,7 +70,7 @@ def _get_first_float_param(module: nn.Module) -> Tensor | None:
     return next((x for x in tensors if x.is_floating_point()), None)
 
 
-def _cast_inputs_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_inputs_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs | None:
     weight = _get_first_float_param(module)
     inputs = [*args, *kwargs.values()]
     if weight is None or not any(has_wider_dtype(x, weight) for x in inputs):

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ from shardformer.layout.packed_weights import (
 )
 from shardformer.layout.shard_spec import Slice
 from shardformer.module_paths import get_parent_and_attribute_name
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
 MIN_BLOCK = 32
 """Smallest number of values that share a scale."""
@@ -107,13 +111,13 @@ def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def _make_zero_weight(quantized_linear: Any) -> nn.Parameter:
+def _make_zero_weight(quantized_linear: nn.Linear) -> nn.Parameter:
     dtype = getattr(getattr(quantized_linear.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
     zero = torch.zeros((), dtype=dtype, device=quantized_linear.weight.device)
     return nn.Parameter(zero.expand(quantized_linear.out_features, quantized_linear.in_features), requires_grad=False)
 
 
-def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: Mapping[str, int]) -> None:
+def store_quantized_shard(parallel_linear: Any, quantized_linear: Linear4bit, coords: Mapping[str, int]) -> None:
     """Store this rank's shard of a 4-bit weight in a tensor-parallel linear layer.
 
     The layer was built from the result of ``make_meta_linear``. Communicates nothing.
@@ -126,7 +130,7 @@ def store_quantized_shard(parallel_linear: Any, quantized_linear: Any, coords: M
     add_mixin_classes(parallel_linear, QuantizedLinear)
 
 
-def _copy_linear_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
+def _copy_linear_without_weight(linear: Linear4bit, out_features: int, in_features: int) -> Linear4bit:
     """Copy a linear layer with new sizes, but without its parameters and hooks."""
     new = copy.copy(linear)
     vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
@@ -156,7 +160,7 @@ def make_unsharded_4bit_placeholder(parallel_linear: Any) -> nn.Module:
     return plain.train(parallel_linear.training)  # type: ignore[no-any-return]
 
 
-def choose_quant_block_size(quant_state: Any, dim: int, local_slices: Sequence[Slice]) -> int | None:
+def choose_quant_block_size(quant_state: QuantState, dim: int, local_slices: Sequence[Slice]) -> int | None:
     """Return the largest quantization block size at which no slice cuts a block, or None if there is none."""
     block = int(quant_state.blocksize)
     if quant_state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
@@ -166,7 +170,7 @@ def choose_quant_block_size(quant_state: Any, dim: int, local_slices: Sequence[S
     return block if block >= MIN_BLOCK else None
 
 
-def slice_4bit_weight(weight: Any, dim: int, local_slices: Sequence[Slice]) -> Any:
+def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice]) -> Params4bit:
     """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
 
     Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
@@ -219,7 +223,7 @@ def slice_4bit_weight(weight: Any, dim: int, local_slices: Sequence[Slice]) -> A
     return local
 
 
-def get_fp32_block_scales(quant_state: Any) -> Tensor:
+def get_fp32_block_scales(quant_state: QuantState) -> Tensor:
     """Return the scale of each quantization block of a 4-bit weight in fp32."""
     scales: Tensor = quant_state.absmax
     if quant_state.nested:

@@ -21,8 +21,9 @@ from shardformer.comm.collectives import (
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
-from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
+from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import (
@@ -145,7 +146,7 @@ class ActivationSharding:
         region = SequenceShardedRegion(axis, full, self.overlap)
         return DeferredTensor.from_local(local_hidden_states, shape, axis, region, gather, to_local)
 
-    def _make_sequence_split(self) -> Any:
+    def _make_sequence_split(self) -> Split:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).make_split(self.full, self.axis.size)
 
     def register_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
@@ -154,7 +155,7 @@ class ActivationSharding:
             register_forward_hooks(first_module, HookOrder.STACK, self._shard_input_pre_hook, with_kwargs=True)
             register_forward_hooks(last_module, HookOrder.STACK, forward_hook=self._gather_output_hook)
 
-    def _shard_input_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shard_input_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
         return map_first_tensor_arg(args, kwargs, lambda x: self.shard_stack_input(x, module.training))
 
     def _gather_output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -275,7 +276,7 @@ class GatherSequenceHook(GatherHook):
             module, HookOrder.FULL_LENGTH, self._forward_pre_hook, self._forward_hook, with_kwargs=True
         )
 
-    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs | None:
         stream, x = self._stream, get_first_tensor_arg(args, kwargs)
         stream.restore_input_size_in_recompute(x)
         if not stream.is_sharded:
@@ -303,7 +304,7 @@ class GatherSequenceHook(GatherHook):
 class TokenFreeModuleHook(GatherSequenceHook):
     """Hooks for a module whose inputs have no token dimension. They sum its output gradient over the ranks."""
 
-    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stream.is_sharded and self._random.is_enabled and module.training:
             self._random.enter_local_rng_state(get_first_tensor_arg(args, kwargs))
 

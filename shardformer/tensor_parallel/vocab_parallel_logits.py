@@ -104,7 +104,7 @@ class VocabParallelLogits(ShardedTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: TorchFunction, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
@@ -363,7 +363,7 @@ def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return func(roots, **{**kwargs, "grad_tensors": gradients, "inputs": leaves})
 
 
-def _get_local_root_and_grad(root: Tensor, root_grad: Any) -> tuple[Tensor, Any]:
+def _get_local_root_and_grad(root: Tensor, root_grad: Tensor | None) -> tuple[Tensor, Any]:
     """Return this rank's shards of ``root`` and of its gradient, from which the backward pass starts."""
     if not isinstance(root, VocabParallelLogits) or root_grad is None:
         return rules.to_full_tensors(root), rules.to_full_tensors(root_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +56,9 @@ class ZeroOptions:
             )
 
 
-def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
+def as_optimizer_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return one or more optimizers as a list. Raise ConfigError if an object is not an optimizer."""
-    found = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
+    found: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardformer import torch_compat
+from shardformer.comm.sharded_tensor import Args, Kwargs, TorchFunction
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
 
@@ -93,11 +94,11 @@ class ShardedGradient(Tensor):
     def wrap_local_result(self, local_result: Tensor) -> ShardedGradient:
         return ShardedGradient(self.grad_storage, self.param_index, local_result)
 
-    def record_grad_edit(self, func: Any) -> None:
+    def record_grad_edit(self, func: TorchFunction) -> None:
         if self.result is None:
             self.grad_storage.record_grad_edit(self.param_index, str(func))
 
-    def get_local_operand(self, operand: Tensor, func: Any) -> Tensor:
+    def get_local_operand(self, operand: Tensor, func: TorchFunction) -> Tensor:
         """Return the elements of an operand ``operand`` that correspond to this rank's slice of the gradient."""
         local = self.local_grad
         if isinstance(operand, ShardedGradient):
@@ -113,7 +114,7 @@ class ShardedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name: str = torch_compat.schema_of(func).name.partition("::")[2]
@@ -142,7 +143,7 @@ def _is_elementwise_op(op_packet: Any) -> bool:
     )
 
 
-def _call_with_replaced_tensors(func: Any, args: Any, kwargs: Any, replace_fn: Callable[[Any], Any]) -> Any:
+def _call_with_replaced_tensors(func: TorchFunction, args: Args, kwargs: Any, replace_fn: Callable[[Any], Any]) -> Any:
     return func(
         *torch_compat.tree_map_only(Tensor, replace_fn, args), **torch_compat.tree_map_only(Tensor, replace_fn, kwargs)
     )
@@ -166,7 +167,7 @@ def _apply_elementwise_op(func: Any, sharded_grad: ShardedGradient, args: Any, k
     return torch_compat.tree_map_only(Tensor, sharded_grad.wrap_local_result, result)
 
 
-def _apply_foreach_op(func: Any, args: Any, kwargs: Any) -> Any:
+def _apply_foreach_op(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run a ``torch._foreach_`` function on this rank's slices of sharded gradients."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]

@@ -110,20 +110,20 @@ class PatchedZeroGrad:
         return PatchedZeroGrad(memo[id(self._owner())], None)
 
 
-def attach_zero_optimizer(optimizer: Any, zero_optimizer: Optimizer) -> None:
+def attach_zero_optimizer(optimizer: Optimizer, zero_optimizer: Optimizer) -> None:
     """Attach an optimizer to its ZeroOptimizer, and replace the optimizer's ``zero_grad`` method."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero_optimizer), "zero_grad": PatchedZeroGrad(optimizer, zero_optimizer)}
     )
 
 
-def detach_zero_optimizer(optimizer: Any) -> None:
+def detach_zero_optimizer(optimizer: Optimizer) -> None:
     """Detach an optimizer from its ZeroOptimizer, and restore its original ``zero_grad`` method."""
     if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
-def get_zero_optimizer(optimizer: Any) -> Any:
+def get_zero_optimizer(optimizer: Optimizer) -> Any:
     """Return the ZeroOptimizer to which an optimizer belongs, or None.
 
     A copy of an optimizer does not belong to a ZeroOptimizer.
@@ -141,9 +141,9 @@ _IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
 """Whether states are loaded without a check of the rank that saved them."""
 
 
-def _patch_state_dict(original_state_dict: Any) -> Any:
+def _patch_state_dict(original_state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @wraps(original_state_dict)
-    def state_dict(optimizer: Any) -> dict[str, Any]:
+    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
         found: dict[str, Any] = original_state_dict(optimizer)
         if place := get_optimizer_state_coords(optimizer):
             found[COORDINATES_KEY] = place
@@ -152,9 +152,9 @@ def _patch_state_dict(original_state_dict: Any) -> Any:
     return state_dict
 
 
-def _patch_load_state_dict(original_load_state_dict: Any) -> Any:
+def _patch_load_state_dict(original_load_state_dict: Callable[..., None]) -> Callable[..., None]:
     @wraps(original_load_state_dict)
-    def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if _IS_CHECKED.get() or (table := _find_sharding_metadata(optimizer)) is None:
             original_load_state_dict(optimizer, state_dict)
             return
@@ -184,7 +184,7 @@ STATE_PATCHES: Mapping[Patch, Apply] = {
 """Save the mesh coordinates of the rank with the state of torch's optimizers, and check them on load."""
 
 
-def _find_sharding_metadata(optimizer: Any) -> ShardingMetadata | None:
+def _find_sharding_metadata(optimizer: Optimizer) -> ShardingMetadata | None:
     """Return how the model of an optimizer is sharded, or None if all ranks have the same parameters."""
     if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
@@ -196,7 +196,7 @@ def _find_sharding_metadata(optimizer: Any) -> ShardingMetadata | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def get_optimizer_state_coords(optimizer: Any) -> StateCoordinates:
+def get_optimizer_state_coords(optimizer: Optimizer) -> StateCoordinates:
     """Return the mesh axes over which an optimizer's state is sharded, with their sizes and this rank's positions."""
     table, holder = _find_sharding_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
@@ -211,7 +211,7 @@ def get_optimizer_state_coords(optimizer: Any) -> StateCoordinates:
 
 
 def _check_and_shard_state_dict(
-    optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata
+    optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata
 ) -> dict[str, Any]:
     """Check that an optimizer state belongs to this rank, and shard the state if it is unsharded.
 
@@ -250,7 +250,7 @@ def _check_and_shard_state_dict(
 
 
 def _shard_optimizer_state_dict(
-    optimizer: Any, state_dict: dict[str, Any], metadata: ShardingMetadata
+    optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata
 ) -> dict[str, Any]:
     """Shard the optimizer state of an unsharded model for this rank. A sharded state is returned unchanged."""
     pairs = _pair_state_keys_with_params(optimizer, state_dict)
@@ -280,7 +280,7 @@ def _is_full_param_state(param_state: Mapping[str, Any], spec: ShardSpec, param:
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
 
-def _pair_state_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+def _pair_state_keys_with_params(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
     """Pair each key of a saved optimizer state with the parameter at the same position in the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -293,7 +293,7 @@ def _format_coords(coords: Any) -> str:
     return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coords.items()) or "an unsharded model"
 
 
-def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], metadata: ShardingMetadata) -> list[float]:
+def _compute_state_norms(optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata) -> list[float]:
     """Compute the L1 norm of each sharded optimizer state tensor, to detect states of the wrong rank."""
     cut = {id(entry.param) for entry in metadata.entries if entry.spec.is_sharded}
     states = [
@@ -376,7 +376,7 @@ class RemoteOptimizerState(dict[str, Any]):
         return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
 
 
-def load_state_dict_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def load_state_dict_in_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Load an optimizer state, but keep the original dictionaries in ``optimizer.param_groups``.
 
     torch replaces these dictionaries, so that changes by schedulers and scripts with references to the old ones would

@@ -10,7 +10,7 @@ LAMB), because they compute a different update for a shard of a matrix.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -327,11 +327,11 @@ def _install_grad_scaler_patch() -> Undo:
     return replace_attribute(scaler, name, _patch_unscale_grads(getattr(scaler, name)))
 
 
-def _patch_unscale_grads(original_unscale_grads: Any) -> Any:
+def _patch_unscale_grads(original_unscale_grads: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original_unscale_grads)
     def unscale_grads(
-        grad_scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Any:
+        grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = original_unscale_grads(
             grad_scaler, optimizer, inv_scale, found_inf, allow_fp16
         )
@@ -348,7 +348,7 @@ def _patch_unscale_grads(original_unscale_grads: Any) -> Any:
     return unscale_grads
 
 
-def _optimizer_step_pre_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _optimizer_step_pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (holder := get_zero_optimizer(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",

@@ -199,7 +199,7 @@ class ParamGatherScheduler:
                     module, HookOrder.PARAMETERS, forward_hook=self._deactivate_saved_tensor_hooks, always_call=True
                 )
 
-    def _forward_pre_hook(self, module_path: str, module: nn.Module, args: Any) -> None:
+    def _forward_pre_hook(self, module_path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._saving is not None and module is not self._caller:
             return  # called inside a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
@@ -227,7 +227,7 @@ class ParamGatherScheduler:
         )
         self._saving.activate()
 
-    def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
             return
         self._end_pass()
@@ -248,7 +248,7 @@ class ParamGatherScheduler:
         self._forward_hook(module, (), stage_output)
         self._deactivate_saved_tensor_hooks(module, (), stage_output)
 
-    def _deactivate_saved_tensor_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _deactivate_saved_tensor_hooks(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is self._caller:
             self._saving.deactivate()
             self._saving = self._caller = None
@@ -603,7 +603,7 @@ def _make_gather_scheduler(
     frees = metadata.context.pipe.size == 1 if reshard is None else reshard is not False
     stage_forward = None if metadata.stages is None else metadata.stages.stage_forward
 
-    def get_stage_part() -> Any:
+    def get_stage_part() -> int | None:
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 

@@ -48,7 +48,7 @@ class UngatheredParameter(nn.Parameter):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
             func in _get_tensor_conversion_methods()
@@ -70,7 +70,7 @@ class UngatheredParameter(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
 
-def _preserves_device_and_dtype(conversion_fn: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _preserves_device_and_dtype(conversion_fn: Callable[..., Tensor], param: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Return whether a conversion, such as ``param.to(device)``, keeps the parameter's device and dtype."""
     args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
     with DisableTorchFunctionSubclass():

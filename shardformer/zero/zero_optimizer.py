@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +170,7 @@ class ZeroOptimizer(Optimizer):
         return self._state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         if self._is_initialized and state:
             raise ConfigError(
                 "optimizer.state cannot be assigned after shard_optimizer was called.",
@@ -598,7 +598,7 @@ class ZeroOptimizer(Optimizer):
         """Return a report of the ZeRO options, the memory of this rank and the offload bandwidth."""
         return format_memory_report(self._settings, self.inner, self.memory(), self._host)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             "An optimizer from shard_optimizer cannot be copied or pickled.",
             remedy="Save optimizer.state_dict(), or use save_checkpoint. To copy it, copy the model and call "
