@@ -358,6 +358,15 @@ class VocabParallelLMHead1D(Linear1D_Col):
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for option in ("gather_output", "skip_bias_add"):
+            if getattr(self, option):
+                raise ConfigError(
+                    f"VocabParallelLMHead1D does not support {option}=True.",
+                    remedy=f"Remove {option}, or use Linear1D_Col for the language-model head.",
+                )
+
     def finalize_adapter_output(self, output: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
         return wrap_local_logits(super().finalize_adapter_output(output), self.axis, bounds)
