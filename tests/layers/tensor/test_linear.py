@@ -394,3 +394,9 @@ def on_shape(shape: tuple[int, ...]) -> float:
     ours.square().sum().backward()
     assert want_x.grad is not None and our_x.grad is not None
     return max(float((ours - want).detach().abs().max()), float((our_x.grad - want_x.grad).abs().max()))
+
+
+@pytest.mark.parametrize("option", ["gather_output", "skip_bias_add"])
+def test_a_vocabulary_parallel_head_refuses_other_kinds_of_output(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not support {option}=True"):
+        VocabParallelLMHead1D.from_native_module(nn.Linear(6, 8), **{option: True})
