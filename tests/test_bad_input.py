@@ -34,7 +34,7 @@ from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding import checks as agree
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
-from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
+from tests.policies.toy import ScaledToyLM, ToyLM, ToyPolicy, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,10 @@ CASES: dict[str, Case] = {
         ("No layer of MambaModel can be sharded over tensor=2", "finds no stack of layers", "data=2", "stage=3"),
     ),
     "no family at all": Case(
-        ToyLM, {}, PolicyDerivationError, ("No policy for ToyLM", "forward(ids)", 'batch={"ids": ...}')
+        ScaledToyLM,
+        {},
+        PolicyDerivationError,
+        ("No policy for ScaledToyLM", "forward(ids, scale)", 'batch={"ids": ..., "scale": ...}'),
     ),
     "a rule without a match": Case(
         ToyLM,

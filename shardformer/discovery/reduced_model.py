@@ -491,16 +491,19 @@ def _iter_example_batches(
 ) -> Iterator[Mapping[str, Tensor]]:
     """Yield example batches for the reduced model, with guessed inputs last.
 
+    The only required argument of `forward` is guessed if its name is unknown.
+
     Args:
         with_media_tokens: whether batches with images or audio in the text come before batches with text only.
     """
     guessed = example_inputs.guess_example_batches(reduced_model) if allow_guessed_inputs else []
+    unknown_inputs_error, known = None, []
     try:
         known = example_inputs.make_example_batches(reduced_model)
-    except UnknownInputsError:
-        if not guessed:
-            raise
-        known = []
+    except UnknownInputsError as error:
+        unknown_inputs_error = error
+        if not guessed and len(example_inputs.get_required_forward_args(reduced_model)) == 1:
+            guessed = example_inputs.guess_example_batches(reduced_model)
     ways = [
         example_inputs.iter_batches_with_media_tokens(
             reduced_model, dict(example_inputs.iter_known_inputs(reduced_model))
@@ -510,6 +513,8 @@ def _iter_example_batches(
     for way in ways if with_media_tokens else reversed(ways):
         yield from way
     yield from guessed
+    if unknown_inputs_error is not None and not allow_guessed_inputs:
+        raise unknown_inputs_error
 
 
 def find_accepted_batch(model: nn.Module) -> Mapping[str, Tensor]:

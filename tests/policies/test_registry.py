@@ -18,7 +18,7 @@ from shardformer.policies import policy as policies
 from shardformer.policies.policy import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.shard_model_api import resolve_policy
-from tests.policies.toy import HEADS, ToyLM, ToyPolicy
+from tests.policies.toy import HEADS, ScaledToyLM, ToyLM, ToyPolicy
 
 HIDDEN, VOCAB = 24, 97
 
@@ -80,7 +80,10 @@ TO_WRITE = (*FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md")
     ("model", "words"),
     [
         (Named("bertt"), ("No policy for Named", "model type 'bertt'", "Did you mean 'bert'", *TO_WRITE)),
-        (ToyLM(), ("No policy for ToyLM", 'derive_policy(model, batch={"ids": ...})', "docs/policies.md")),
+        (
+            ScaledToyLM(),
+            ("No policy for ScaledToyLM", 'derive_policy(model, batch={"ids": ..., "scale": ...})', "docs/policies.md"),
+        ),
     ],
 )
 def test_unknown_family_error_shows_how_to_write_a_policy(model: nn.Module, words: tuple[str, ...]) -> None:

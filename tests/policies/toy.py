@@ -83,6 +83,13 @@ class ToyLM(nn.Module):
         return logits
 
 
+class ScaledToyLM(ToyLM):
+    """(B, S), (B,) -> logits (B, S, V). No example inputs can be generated for it, because no argument is known."""
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids) * scale[:, None, None]
+
+
 class ToyPolicy(RolePolicy):
     stack = LayerStack(
         "layers",

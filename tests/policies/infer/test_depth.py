@@ -23,7 +23,7 @@ from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import count_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
-from tests.policies.toy import ToyLM
+from tests.policies.toy import ScaledToyLM
 
 FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartForCausalLM", {"with_first_layer": ("model.decoder.layernorm_embedding",)}),
@@ -156,19 +156,22 @@ def test_a_model_without_a_policy_trains_without_tensor_parallelism(pool2: Worke
 
 
 def toy_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    out: Tensor = model(batch["ids"])
+    out: Tensor = model(**batch)
     return out.square().mean()
 
 
 def tokens(step: int) -> dict[str, Tensor]:
-    return {"ids": torch.randint(101, (4, 9), generator=torch.Generator().manual_seed(step))}
+    generator = torch.Generator().manual_seed(step)
+    return {"ids": torch.randint(101, (4, 9), generator=generator), "scale": torch.rand(4, generator=generator)}
 
 
 def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
-    policy, source = resolve_policy(ToyLM(), None, tp_size=1)
+    policy, source = resolve_policy(ScaledToyLM(), None, tp_size=1)
     assert source == "the order of its layers"
-    assert "No example inputs can be generated for ToyLM" in policy.notes[0]
-    report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
+    assert "No example inputs can be generated for ScaledToyLM" in policy.notes[0]
+    report = verify(ScaledToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
     assert report.passed, str(report)
-    report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, count_samples), pool=pool2)
+    report = verify(
+        ScaledToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, count_samples), pool=pool2
+    )
     assert report.passed, str(report)

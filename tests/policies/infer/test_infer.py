@@ -32,7 +32,7 @@ from shardformer.policies.roles import MLP, Attention, AttentionProjections, Lay
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.plan import make_sharding_plan
 from shardformer.verify.small_models import SMALL_CONFIGS, SmallModelFactory
-from tests.policies.toy import ToyLM
+from tests.policies.toy import ScaledToyLM, ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
 BY_HAND = {"albert", "beit", "blip-2", "chatglm", "falcon", "gptj", "sam", "swin", "swinv2"}
@@ -256,8 +256,8 @@ def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
 
 @pytest.mark.slow
 def test_a_failed_derivation_reports_the_reason() -> None:
-    with pytest.raises(PolicyError, match=r"No example inputs can be generated for ToyLM.*batch="):
-        derive_policy(ToyLM())
+    with pytest.raises(PolicyError, match=r"No example inputs can be generated for ScaledToyLM.*batch="):
+        derive_policy(ScaledToyLM())
     with pytest.raises(PolicyError, match="a transformers config"):
         derive_policy("opt")
     with pytest.raises(PolicyError, match="could be derived: it is outside the layers"):

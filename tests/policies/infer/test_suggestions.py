@@ -18,12 +18,13 @@ from shardformer.discovery.derive_policy import PolicyDerivationError
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.tensor_parallel.layers import Linear1D_Col
 
 pytestmark = pytest.mark.slow
 
 
 class Fed(nn.Module):
-    """An MLP between an embedding and a head, with an unknown input name."""
+    """An MLP between an embedding and a head, with unknown input names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +34,10 @@ class Fed(nn.Module):
         )
         self.head = nn.Linear(12, 32)
 
-    def forward(self, words_of_text: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, words_of_text: Tensor, scale: Tensor) -> Tensor:
         x = self.embed(words_of_text)
         for layer in self.layers:
-            x = x + scale * layer(x)
+            x = x + scale[:, None, None] * layer(x)
         out: Tensor = self.head(x)
         return out
 
@@ -100,8 +101,10 @@ def test_the_error_for_unknown_inputs_shows_a_working_call() -> None:
     with pytest.raises(PolicyError) as error:
         shard(model)
     line = re.search(r"policy = (.*)", str(error.value))
-    assert line is not None and line[1] == 'shardformer.derive_policy(model, batch={"words_of_text": ...})'
-    batch = {"words_of_text": torch.randint(0, 32, (2, 5))}
+    assert (
+        line is not None and line[1] == 'shardformer.derive_policy(model, batch={"words_of_text": ..., "scale": ...})'
+    )
+    batch = {"words_of_text": torch.randint(0, 32, (2, 5)), "scale": torch.rand(2)}
     policy = shardformer.derive_policy(model, batch=batch)
     expected = model(**batch)
 
@@ -113,6 +116,53 @@ def test_the_error_for_unknown_inputs_shows_a_working_call() -> None:
         assert torch.allclose(torch.as_tensor(output), expected, atol=1e-6)
 
 
+class ByOneInput(nn.Module):
+    """A sequence of layers as a model whose argument has an unknown name."""
+
+    def __init__(self, first: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 24), nn.GELU(approximate="tanh"), nn.Linear(24, 12)) for _ in range(2)
+        )
+
+    def forward(self, readings: Tensor) -> Tensor:
+        x = self.first(readings)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("first", "batch"),
+    [
+        (nn.Embedding(32, 12), torch.randint(0, 32, (2, 5))),
+        (nn.Linear(7, 12), torch.randn(3, 7)),
+        (nn.Sequential(nn.Conv2d(3, 12, 4), nn.Flatten(2), nn.AdaptiveAvgPool1d(12)), torch.randn(2, 3, 9, 9)),
+    ],
+    ids=["tokens", "features", "images"],
+)
+def test_the_only_argument_of_a_model_needs_no_known_name(first: nn.Module, batch: Tensor) -> None:
+    torch.manual_seed(0)
+    model = ByOneInput(first, nn.Linear(12, 5))
+    expected = model(batch)
+
+    def compute(context: ParallelContext) -> tuple[Tensor, type]:
+        sharded: Any = shardformer.shard_model(copy.deepcopy(model), context=context)
+        return sharded(batch).detach(), type(sharded.layers[0][0])
+
+    for output, layer_class in run_as_threads(compute, tensor=2, in_turn=True):
+        assert torch.allclose(output, expected, atol=1e-6)
+        assert layer_class is Linear1D_Col
+
+
+def test_a_model_that_accepts_no_generated_input_asks_for_a_batch() -> None:
+    model = ByOneInput(nn.Bilinear(3, 3, 12), nn.Linear(12, 5))
+    with pytest.raises(PolicyError, match=r"No example inputs can be generated .*forward\(readings\).*batch="):
+        shardformer.derive_policy(model)
+
+
 def fed_like(model: nn.Module) -> nn.Module:
     copied = Fed()
     copied.load_state_dict(model.state_dict())
@@ -120,7 +170,9 @@ def fed_like(model: nn.Module) -> nn.Module:
 
 
 def test_printed_source_with_notes_is_valid_python() -> None:
-    source = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
+    source = str(
+        shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5)), "scale": torch.rand(2)})
+    )
     names: dict[str, Any] = {}
     exec(source, names)
     assert source.startswith("# The policy was derived") and issubclass(
