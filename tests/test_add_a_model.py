@@ -99,7 +99,7 @@ def test_a_registered_policy_is_used(folder: Path) -> None:
 
 
 def test_every_documented_forward_role_exists() -> None:
-    words = re.findall(r"(\w+)=", PAGE[PAGE.index("| property of the forward pass |") : PAGE.index("[Roles]")])
+    words = re.findall(r"(\w+)=", PAGE[PAGE.index("| property of the forward pass |") : PAGE.index("[roles]")])
     assert set(words) <= {field.name for kind in ROLES for field in fields(kind)}
 
 
