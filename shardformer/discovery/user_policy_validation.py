@@ -249,20 +249,21 @@ def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _PolicyValidator(*_build_trial_model(plan.model, policy, tensor_parallel_size)).find_policy_error()
+            reduced, num_ranks = _build_trial_model(plan.model, policy, tensor_parallel_size)
+            return _PolicyValidator(reduced, policy, num_ranks).find_policy_error()
     except PolicyError as error:  # no copy can be built or called
         raise _ValidationImpossibleError(error.what) from error
 
 
-def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, Policy, int]:
-    """Copy a small model, or build a reduced version of a large one, on which to validate the policy."""
+def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, int]:
+    """Copy a small model, or reduce a large one. Return it with the number of ranks that validate the policy on it."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
             raise _ValidationImpossibleError(
                 f"The model is too large to validate: {numel:,} parameters over {tensor_parallel_size} ranks."
             )
-        return reduced_model.copy_as_reduced_model(model), policy, tensor_parallel_size
+        return reduced_model.copy_as_reduced_model(model), tensor_parallel_size
     if not _has_named_head_counts(policy):
         raise _ValidationImpossibleError(
             "The policy specifies head counts as numbers, which cannot be validated for a model with more than "
@@ -271,7 +272,7 @@ def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: i
     reduced = reduced_model.reduce_model(model)
     if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
         raise _ValidationImpossibleError("The reduced model does not contain the same modules as the full model.")
-    return reduced, policy, min(tensor_parallel_size, MAX_TRIAL_RANKS)
+    return reduced, min(tensor_parallel_size, MAX_TRIAL_RANKS)
 
 
 def _has_named_head_counts(policy: Policy) -> bool:

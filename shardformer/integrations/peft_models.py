@@ -352,8 +352,7 @@ def _gather_adapter_state_dict(peft_model: PeftModel, save_embedding_layers: boo
     return gather_state_dict(peft_model, is_selected)
 
 
-@contextmanager
-def _prepare_adapter_merge(peft_model: PeftModel, method_name: str) -> Iterator[None]:
+def _check_can_merge_adapters(peft_model: PeftModel, method_name: str) -> None:
     state = get_metadata(peft_model)
     if state.parameter_owner is not None:
         raise ConfigError(
@@ -366,7 +365,6 @@ def _prepare_adapter_merge(peft_model: PeftModel, method_name: str) -> Iterator[
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
         )
     wait_for_all_ranks(method_name, *state.context.base_axes)
-    yield
 
 
 def _merge_and_unload(peft_model: PeftModel, *args: Any, **kwargs: Any) -> nn.Module:
@@ -379,32 +377,32 @@ def _unload(peft_model: PeftModel, *args: Any, **kwargs: Any) -> nn.Module:
 
 def _call_unload_method(peft_model: PeftModel, method_name: str, *args: Any, **kwargs: Any) -> nn.Module:
     state, inner = get_metadata(peft_model), unwrap_peft_model(peft_model)
-    with _prepare_adapter_merge(peft_model, method_name):
-        _check_can_change_adapters(state)
-        config: Any = getattr(inner, "config", None)
-        ties = getattr(config, "tie_word_embeddings", None)
-        with shard_peft_model.update_after_adapter_removal(inner):
-            run_and_compare_across_ranks(
-                state.context, lambda: getattr(peft_model.base_model, method_name)(*args, **kwargs)
-            )
-        if ties is not None and state.context.pipe.size > 1:
-            config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
+    _check_can_merge_adapters(peft_model, method_name)
+    _check_can_change_adapters(state)
+    config: Any = getattr(inner, "config", None)
+    ties = getattr(config, "tie_word_embeddings", None)
+    with shard_peft_model.update_after_adapter_removal(inner):
+        run_and_compare_across_ranks(
+            state.context, lambda: getattr(peft_model.base_model, method_name)(*args, **kwargs)
+        )
+    if ties is not None and state.context.pipe.size > 1:
+        config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
     peft_model.__dict__.pop(METADATA_ATTRIBUTE, None)
     return inner
 
 
 def _merge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
-    with _prepare_adapter_merge(peft_model, "merge_adapter"):
-        run_and_compare_across_ranks(
-            get_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
-        )
+    _check_can_merge_adapters(peft_model, "merge_adapter")
+    run_and_compare_across_ranks(
+        get_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
+    )
 
 
 def _unmerge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
-    with _prepare_adapter_merge(peft_model, "unmerge_adapter"):
-        run_and_compare_across_ranks(
-            get_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
-        )
+    _check_can_merge_adapters(peft_model, "unmerge_adapter")
+    run_and_compare_across_ranks(
+        get_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
+    )
 
 
 def _add_weighted_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
