@@ -46,7 +46,7 @@ class Setting:
 
 def measure(setting: Setting) -> tuple[dict[str, tuple[int, int]], dict[str, Timing]]:
     """Measure in every process: peak bytes on the device and on the host, and times."""
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     batches, steps, held = setting.size.batches(setting.batch), dict[str, Step | None](), dict[str, tuple[int, int]]()
     for name, (checkpointed, on) in VARIANTS.items():
         model: Any = shardformer.shard_model(setting.size.build(), context=context)

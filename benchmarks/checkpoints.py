@@ -65,7 +65,7 @@ class Found:
 def trained(setting: Setting) -> tuple[nn.Module, Any]:
     """Return a model after one step."""
     sizes = {"tensor": 2} if setting.zero is None else {"data": 2}
-    model = shardformer.shard_model(setting.size.build(), context=ParallelContext.from_world(sizes))
+    model = shardformer.shard_model(setting.size.build(), context=ParallelContext.from_default_process_group(sizes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if setting.zero is not None:
         optimizer = shardformer.shard_optimizer(model, optimizer, stage=setting.zero)

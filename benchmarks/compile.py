@@ -132,7 +132,7 @@ def measure(
 ) -> Result:
     """Measure the variants of one layout in every process."""
     sizes, options = LAYOUTS[layout]
-    context = ParallelContext.from_world(sizes)
+    context = ParallelContext.from_default_process_group(sizes)
     batches = [
         {name: x.chunk(context.data.size)[context.data.rank] for name, x in b.items()} for b in setting.batches()
     ]

@@ -35,7 +35,7 @@ class Setting(common.Setting):
 
 def measure(setting: Setting) -> dict[str, Timing]:
     """Measure in every process."""
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     batches = setting.model.batches(setting.batch, setting.head)
     options: dict[str, Any] = {f"enable_{name}": True for name in setting.options}
     sharded = shardformer.shard_model(setting.model.build(setting.head), context=context, **options)

@@ -28,15 +28,15 @@ from torch import Tensor
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import AttentionScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal_mask_predicate
-from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
+from shardformer.context_parallel.masks import ChunkedAttentionMask, causal_mask_predicate
+from shardformer.context_parallel.ring_attention import RingKVExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.context_parallel.ulysses import (
-    HeadExchange,
-    assign_key_heads,
-    assign_query_heads,
-    exchange_heads_for_positions,
-    exchange_positions_for_heads,
+    UlyssesHeadExchange,
+    assign_key_heads_to_ranks,
+    assign_query_heads_to_ranks,
+    gather_heads_and_scatter_positions,
+    scatter_heads_and_gather_positions,
 )
 from shardformer.local_ranks.fake_rank import MemoryTracker
 from shardformer.mesh.parallel_context import ParallelContext
@@ -66,7 +66,7 @@ class Attention:
 
 def measure_attention(setting: Attention) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
     """Measure in every process: times, MB on the loopback device (0 if unknown), and the largest differences."""
-    context = ParallelContext.from_world({"sequence": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"sequence": dist.get_world_size()})
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, setting.keys, setting.keys, HEADS)
     whole = [torch.randn(1, n, setting.length, WIDTH, generator=generator).to(setting.dtype) for n in heads]
@@ -112,24 +112,26 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     alone = ParallelContext.from_sizes({}).sequence
     ring = alone if name == "ulysses" else axis
-    travel = RingExchange(
+    travel = RingKVExchange(
         ring,
-        ChunkedMask(causal_mask_predicate, None, positions, positions, 1),
+        ChunkedAttentionMask(causal_mask_predicate, None, positions, positions, 1),
         AttentionScoreOptions(WIDTH**-0.5),
         name == "gather",
     )
-    stretches = tuple(positions.get_lengths_of_group_ranks(0))
-    mine = assign_query_heads(HEADS, ranks)
-    queries = HeadExchange(axis, mine, stretches, HEADS)
-    keys = HeadExchange(axis, assign_key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
+    stretches = tuple(positions.get_lengths_in_ulysses_group(0))
+    mine = assign_query_heads_to_ranks(HEADS, ranks)
+    queries = UlyssesHeadExchange(axis, mine, stretches, HEADS)
+    keys = UlyssesHeadExchange(axis, assign_key_heads_to_ranks(mine, HEADS, k.shape[1]), stretches, k.shape[1])
 
     def attend() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in (q, k, v)]
         if name == "ulysses":
             entered = [
-                exchange_positions_for_heads(x, how) for x, how in zip(parts, (queries, keys, keys), strict=True)
+                scatter_heads_and_gather_positions(x, how) for x, how in zip(parts, (queries, keys, keys), strict=True)
             ]
-            out = exchange_heads_for_positions(ring_attention(entered[0], entered[1], entered[2], travel), queries)
+            out = gather_heads_and_scatter_positions(
+                ring_attention(entered[0], entered[1], entered[2], travel), queries
+            )
         else:
             out = ring_attention(parts[0], parts[1], parts[2], travel)
         return [out.detach(), *torch.autograd.grad(out, parts, grad)]
@@ -194,7 +196,7 @@ class Model:
 
 def measure_model(setting: Model) -> tuple[Timing, float, float]:
     """Measure in every process: times, and this rank's bytes of saved tensors and of all tensors in a step."""
-    context = ParallelContext.from_world({"sequence": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"sequence": dist.get_world_size()})
     batches = setting.size.batches(1)
     model = shardformer.shard_model(setting.size.build(), context=context, context_parallel="ring").train()
     saved = 0

@@ -43,18 +43,23 @@ from torch.utils._pytree import tree_leaves
 from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import OUTSIDE_LAYERS_REASON, DerivedPolicy
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
-from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, compute_probe_loss, reduce_model
+from shardformer.discovery.reduced_model import (
+    ReducedModel,
+    ReferenceGradients,
+    compute_loss_from_all_outputs,
+    reduce_model,
+)
 from shardformer.discovery.shrink_config import build_meta_model
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import is_linear
+from shardformer.module_paths import is_linear_or_conv1d
 from shardformer.policies.policy import Policy
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.sharding.plan import make_sharding_plan
 from shardformer.verify.comparison import Report
-from shardformer.verify.model_source import get_model_classes_by_type
+from shardformer.verify.model_source import get_class_names_by_model_type
 from shardformer.verify.verification import verify
 
 SECONDS = 30
@@ -133,7 +138,7 @@ def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[st
 
         def before(module: nn.Module, args: Any, path: str = path, layer: str | None = layer) -> None:
             called.add(path)
-            if layer is not None and any(is_linear(m) for m in module.modules()):
+            if layer is not None and any(is_linear_or_conv1d(m) for m in module.modules()):
                 if not mixing.inside:
                     mixing.found.setdefault(layer, set())
                 mixing.inside.append(layer)
@@ -161,7 +166,7 @@ def is_layer(model: nn.Module, path: str) -> bool:
     """
     above, _, name = path.rpartition(".")
     in_list = name.isdigit() and isinstance(model.get_submodule(above), nn.ModuleList)
-    return in_list and not is_linear(model.get_submodule(path))
+    return in_list and not is_linear_or_conv1d(model.get_submodule(path))
 
 
 def reduced_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel:
@@ -192,7 +197,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     tell(record("given up", kind, seconds=SECONDS, reason=f"more than {SECONDS} s"))
     start = time.process_time()
     try:
-        policy, _ = resolve_policy(model, None)
+        policy, _ = resolve_policy_and_origin(model, None)
     except Exception as error:
         return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
     seconds, inferred = time.process_time() - start, isinstance(policy, DerivedPolicy)
@@ -221,7 +226,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
             continue
         for name, p in module.named_parameters(recurse=False):
             in_layer = any(is_layer(model, path.rsplit(".", n)[0]) for n in range(path.count(".") + 1))
-            if (is_linear(module) and name == "weight") or (in_layer and p.dim() == 3 and p.shape[0] > 1):
+            if (is_linear_or_conv1d(module) and name == "weight") or (in_layer and p.dim() == 3 and p.shape[0] > 1):
                 weights[id(p)] = (path, p.numel())
     total = sum(numel for _, numel in weights.values())
     whole = [path for p, (path, numel) in weights.items() if p not in parts and numel > total / 50]
@@ -299,7 +304,7 @@ def batch_of(model_type: str, name: str) -> Mapping[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return compute_probe_loss(make_forward_fn(model, batch)(model), equal_sample_weights=True)
+    return compute_loss_from_all_outputs(make_forward_fn(model, batch)(model), equal_sample_weights=True)
 
 
 def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
@@ -351,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.table and not count:
         todo = [
             (t, n)
-            for t, n in sorted(get_model_classes_by_type().items())
+            for t, n in sorted(get_class_names_by_model_type().items())
             if args.only.fullmatch(t) and t not in records
         ]
         for model_type, name in track(todo, "architectures", console=console):

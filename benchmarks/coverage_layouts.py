@@ -31,7 +31,7 @@ from rich.progress import track
 
 from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_source import get_model_classes_by_type
+from shardformer.verify.model_source import get_class_names_by_model_type
 from shardformer.verify.verification import verify
 
 POOL_S = 120.0
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     console = Console(stderr=True)
     done = {(line["layout"], line["type"]) for line in read(args.out)}
-    types: Mapping[str, str] = get_model_classes_by_type()
+    types: Mapping[str, str] = get_class_names_by_model_type()
     for layout in LAYOUTS:
         if layout.name in (args.layout or [layout.name]):
             todo = [(t, n) for t, n in sorted(types.items()) if args.only.fullmatch(t) and (layout.name, t) not in done]

@@ -33,7 +33,7 @@ from transformers.models.auto import modeling_auto
 
 from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_source import TASKS, get_model_classes_by_type
+from shardformer.verify.model_source import TASKS, get_class_names_by_model_type
 from shardformer.verify.small_models import count_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     console = Console(stderr=True)
     done = {line["type"] for line in read(args.out)}
-    todo = [(t, n) for t, n in sorted(get_model_classes_by_type().items()) if args.only.fullmatch(t) and t not in done]
+    todo = [
+        (t, n) for t, n in sorted(get_class_names_by_model_type().items()) if args.only.fullmatch(t) and t not in done
+    ]
     with WorkerPool(2, timeout_s=POOL_S) as pool:
         for model_type, name in track(todo, "architectures", console=console):
             began = time.perf_counter()

@@ -34,7 +34,7 @@ def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, se
         steps["plain PyTorch"] = plain(size, batch)
     for name, make in (("bare loop", bare), ("engine", engine), ("engine again", engine), ("bare loop again", bare)):
         alone = ParallelContext.from_group(Axis("tensor", ranks=(rank,)))
-        steps[name] = make(size, batch, ParallelContext.from_world(sizes) if sizes else alone)
+        steps[name] = make(size, batch, ParallelContext.from_default_process_group(sizes) if sizes else alone)
     return common.take_turns(steps, repetitions, seconds, at_least=9)
 
 

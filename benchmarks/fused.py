@@ -74,7 +74,7 @@ class Setting:
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str]]:
     """Measure in every process: the timings, and the reason for each unsupported option."""
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     sample = setting.sample()
     make = RandomBatchFactory(sample.head_class, setting.vocabulary, setting.batch, setting.sequence)
     batches = [make(index) for index in range(common.NUM_BATCHES)]

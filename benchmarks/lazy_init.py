@@ -65,7 +65,7 @@ class Memory:
 
 def measure(setting: Setting) -> Memory:
     """Measure in every process."""
-    context = ParallelContext.from_world({"tensor": setting.tensor})
+    context = ParallelContext.from_default_process_group({"tensor": setting.tensor})
     for variant in VARIANTS:  # warm-up, so that code and persistent allocations are in memory
         _sharded(Setting(SMALL, setting.tensor, variant, setting.small_folder, ""), context)
     gc.collect()

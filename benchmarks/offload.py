@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str], float]:
     """Measure in every process: the times, statistics of each optimizer, and the minimum time in seconds."""
-    context = ParallelContext.from_world({"data": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"data": dist.get_world_size()})
     steps: dict[str, common.Step] = {}
     made = {name: setting.made(name, context) for name in VARIANTS}
     for name, (model, optimizer) in made.items():
@@ -111,7 +111,7 @@ Spans = dict[str, list[tuple[float, float]]]
 
 def timeline(setting: Setting) -> Spans:
     """Record in every process: the operations of one step, with start and end in seconds."""
-    context = ParallelContext.from_world({"data": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"data": dist.get_world_size()})
     model, optimizer = setting.made("on the host", context)
     step = step_of(setting, context, model, optimizer)
     for index in range(3):

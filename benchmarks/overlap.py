@@ -64,7 +64,7 @@ def _wait_at_once(start: Callable[..., PendingCollective]) -> Callable[..., Pend
 
 def measure(setting: Setting) -> dict[str, Timing]:
     """Measure in every process."""
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {}
     for name, options in OPTIONS.items():

@@ -30,7 +30,7 @@ from common import Timing
 from hand_cut import HandCut
 
 import shardformer
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
@@ -66,7 +66,7 @@ class Measured:
 
 def measure(setting: Setting) -> Measured:
     """Measure in both processes."""
-    context = ParallelContext.from_world({"pipe": 2})
+    context = ParallelContext.from_default_process_group({"pipe": 2})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {SINGLE: None}
     if context.pipe.rank == 0:
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> Measured:
         manager = PipelineStageManager(context, name)
         model = shardformer.shard_model(setting.model.build(), context=context, pipeline_stage_manager=manager)
         steps[f"{OURS} {name}"] = common.pipeline_step(model, Pipeline(model, setting.micro_batches), batches)
-        stages = get_metadata(model).stages
+        stages = get_sharding_metadata(model).stages
         assert stages is not None
         bounds = [(span.start, span.stop) for span in stages.spans]
         layers[name] = [end - start for start, end in bounds]

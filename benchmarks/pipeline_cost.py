@@ -33,7 +33,7 @@ def measure_held(size: Llama, batch: int, micro_batches: int, schedule: str) -> 
     """Measure in every process."""
     import torch.distributed as dist
 
-    context = ParallelContext.from_world({"pipe": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"pipe": dist.get_world_size()})
     manager = PipelineStageManager(context, schedule)
     model = shardformer.shard_model(size.build(), context=context, pipeline_stage_manager=manager)
     optimizer = common.adamw(model)
@@ -96,7 +96,7 @@ class Sent:
 
 def measure_sent(size: Llama, batch: int, micro_batches: int, is_sequence_parallel: bool) -> Sent:
     """Measure in every process. The first step, which also sends headers, is not counted."""
-    context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "pipe": 2})
     options = {"enable_sequence_parallelism": True} if is_sequence_parallel else {}
     model = shardformer.shard_model(size.build(), context=context, **options)
     step = common.pipeline_step(model, Pipeline(model, micro_batches), size.batches(batch))

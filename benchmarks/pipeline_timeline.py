@@ -18,10 +18,10 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedule_chart import format_action, get_action_colors
 from shardformer.pipeline.schedules import (
-    Action,
     ActionKind,
-    ActionSpan,
-    Schedule,
+    PipelineAction,
+    PipelineActionSpan,
+    PipelineSchedule,
     compute_bubble_fraction,
     make_schedule,
     simulate_schedule,
@@ -31,7 +31,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager
 MICRO_BATCHES = (2, 4, 8, 16)
 WARM_UP, AT_LEAST = 2, 5
 
-Row = list[tuple[Action, float, float]]
+Row = list[tuple[PipelineAction, float, float]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Played:
 
 def measure(size: Llama, batch: int, schedule: str, micro_batches: int, rounds: int) -> list[Played]:
     """Measure in both processes: a few steps with the actions of all ranks."""
-    context = ParallelContext.from_world({"pipe": 2})
+    context = ParallelContext.from_default_process_group({"pipe": 2})
     manager = PipelineStageManager(context, schedule)
     model = shardformer.shard_model(size.build(), context=context, pipeline_stage_manager=manager)
     pipeline = Pipeline(model, micro_batches)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
     layers = max(4, args.layers - 1)  # with a head that costs as much as a layer, all stages cost the same
     size = common.llama(hidden, sequence, layers, common.head_like_a_layer(hidden))
     results, rows, is_held = [], [], True
-    drawn: tuple[Schedule, Played] | None = None
+    drawn: tuple[PipelineSchedule, Played] | None = None
     with common.two_processes(args.threads) as pool:
         for name in args.schedules:
             for micro_batches in [m for m in MICRO_BATCHES if m <= 2 * max(args.micro_batches)]:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
     return results, is_held
 
 
-def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
+def as_row(schedule: PipelineSchedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
     form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     durations = best.durations()
     ideal, timed = simulate_schedule(schedule), simulate_schedule(schedule, durations)
@@ -133,7 +133,7 @@ def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[s
     }
 
 
-def draw(schedule: Schedule, played: Played, path: Path) -> None:
+def draw(schedule: PipelineSchedule, played: Played, path: Path) -> None:
     """Plot the measured timeline above that of the schedule with the same mean times, on one scale."""
     import matplotlib
 
@@ -142,8 +142,8 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
 
     timeline = simulate_schedule(schedule, played.durations())
     figure, axes = plt.subplots(2, 1, figsize=(12, 4.2), layout="constrained", sharex=True)
-    measured = [[ActionSpan(*span) for span in row] for row in played.rows]
-    drawn: Sequence[tuple[str, Sequence[Sequence[ActionSpan]], float]] = (
+    measured = [[PipelineActionSpan(*span) for span in row] for row in played.rows]
+    drawn: Sequence[tuple[str, Sequence[Sequence[PipelineActionSpan]], float]] = (
         ("measured", measured, played.bubble),
         ("the schedule, with the mean times of the actions", timeline.spans, timeline.bubble),
     )
@@ -158,7 +158,7 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
     common.progress(f"drew {path}")
 
 
-def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan]]) -> None:
+def _draw_rows(axis: Any, schedule: PipelineSchedule, rows: Sequence[Sequence[PipelineActionSpan]]) -> None:
     narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:

@@ -24,11 +24,11 @@ from shardformer.comm.collectives import (
 )
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_bounds
+from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid_layers import GridParallelModule, get_hidden_splits
-from shardformer.tensor_parallel.parallel_module import check_plain_class
+from shardformer.tensor_parallel.grid_layers import GridParallelModule, get_hidden_dim_splits
+from shardformer.tensor_parallel.parallel_module import check_behaves_like_plain_module
 
 # b samples of this rank, S sequence; h, f: this rank's shard of the in and out features
 
@@ -77,7 +77,7 @@ class Linear2D(GridParallelModule):
         # initialize the full layer first: this rank keeps its shard of those random numbers
         native = native if native is not None else nn.Linear(in_features, out_features, bias)
         out = Split.even(out_features, grid.column.size, axes=(grid.column.name,))
-        splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: get_hidden_splits(in_features, grid)}
+        splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: get_hidden_dim_splits(in_features, grid)}
         self.register_shard("weight", native.weight, ShardSpec(native.weight.shape, splits))
         self.register_shard("bias", native.bias, ShardSpec((out_features,), {0: out}))
         self.train(native.training)
@@ -90,7 +90,7 @@ class Linear2D(GridParallelModule):
                 f"{cls.__name__} stands for an nn.Linear, not a {type(module).__name__}.",
                 remedy="Pass the path of the nn.Linear.",
             )
-        check_plain_class(module, nn.Linear)
+        check_behaves_like_plain_module(module, nn.Linear)
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _steps(
     x: Tensor, weight: Tensor, grid: TensorGrid, full: int
 ) -> Iterator[tuple[PendingCollective, PendingCollective]]:
     """Yield the blocks of X and of W for each step. The next blocks are sent before a step is computed."""
-    lengths = [b - a for a, b in pairwise(get_even_bounds(full, grid.column.size))]
+    lengths = [b - a for a, b in pairwise(get_even_split_bounds(full, grid.column.size))]
 
     def start(step: int) -> tuple[PendingCollective, PendingCollective]:
         x_block = x.contiguous() if grid.column.rank == step else x.new_empty((*x.shape[:-1], lengths[step]))

@@ -43,7 +43,7 @@ class Setting:
 
 def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]]:
     """Measure in every process: times, and MB sent by all ranks in a step."""
-    plain = ParallelContext.from_world({"tensor": dist.get_world_size()})
+    plain = ParallelContext.from_default_process_group({"tensor": dist.get_world_size()})
     batches = setting.size.batches(setting.batch)
     steps: dict[str, Step | None] = {}
     sent: dict[str, float] = {}
@@ -64,7 +64,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 
 def measure_product(setting: Setting) -> dict[str, Timing]:
     """Measure in every process: one linear layer with four times as many output features, forward and backward."""
-    context = reshape_tensor_axis(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
+    context = reshape_tensor_axis(ParallelContext.from_default_process_group({"tensor": dist.get_world_size()}), (2, 2))
     grid, hidden = TensorGrid.from_context(context, "2d"), setting.size.hidden
     torch.manual_seed(0)
     native = torch.nn.Linear(hidden, 4 * hidden)

@@ -152,7 +152,7 @@ VARIANTS: Mapping[str, Build] = {
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, Traffic]]:
     """Measure in every process."""
-    context = ParallelContext.from_world({"tensor": dist.get_world_size()})
+    context = ParallelContext.from_default_process_group({"tensor": dist.get_world_size()})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {}
     traffic: dict[str, Traffic] = {}

@@ -68,7 +68,7 @@ def loop(size: Llama, batch: int, layout: dict[str, int]) -> Step:
     """Return the step of a training loop that calls the model itself."""
     model: Any = size.build().train()
     sizes = {name: n for name, n in layout.items() if name != "zero_stage"}
-    context = ParallelContext.from_world(sizes)
+    context = ParallelContext.from_default_process_group(sizes)
     model = shardformer.shard_model(model, context=context)
     own = OwnBatches(batch, context.data.rank, context.data.size)
     optimizer: Any = common.adamw(model)

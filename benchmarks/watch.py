@@ -17,7 +17,7 @@ import torch
 from common import Llama, Step
 
 import shardformer
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import ParallelContext
 
 EVALUATED = ", evaluated"
@@ -32,9 +32,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
 def measure(size: Llama, batch: int, name: str, repetitions: int, seconds: float) -> Any:
     """Measure in every process."""
     sizes = LAYOUTS[name]
-    context = ParallelContext.from_world(sizes)
+    context = ParallelContext.from_default_process_group(sizes)
     model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
-    optimizer, state = common.adamw(model), get_metadata(model)
+    optimizer, state = common.adamw(model), get_sharding_metadata(model)
     pipeline = shardformer.Pipeline(model) if context.pipe.size > 1 else None
     watch, last = state.monitor, {id(g.bucket): g.bucket for r in state.reducers for g in _gradients(r)}
     watched = [bucket for bucket in last.values() if bucket.watch is not None]

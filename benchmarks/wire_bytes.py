@@ -44,7 +44,7 @@ class Sent:
 
 def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) -> Sent:
     """Measure in every process, without the first step, in which ranks compare batches and optimizer states."""
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     model = shardformer.shard_model(size.build(), context=context, **options)
     step = common.train_step(model, size.batches(batch), common.adamw(model))
     loss = step(0)

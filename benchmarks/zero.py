@@ -121,7 +121,7 @@ VARIANTS: dict[str, Callable[[Setting, ParallelContext], Made]] = {
 def measure(setting: Setting) -> tuple[dict[str, float | None], dict[str, Timing]]:
     """Measure in every process: MB over loopback per step, and the times."""
     world = dist.get_world_size()
-    context = ParallelContext.from_world({"data": world // setting.tensor, "tensor": setting.tensor})
+    context = ParallelContext.from_default_process_group({"data": world // setting.tensor, "tensor": setting.tensor})
     steps = {name: step_of(name, setting, context) for name in setting.variants}
     sent: dict[str, float | None] = {}
     for name, step in steps.items():

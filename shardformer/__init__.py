@@ -43,7 +43,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import RenamedModuleFinder, make_lazy_imports
+from shardformer.public_names import RenamedModuleFinder, make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer import checkpoint as checkpoint
@@ -134,5 +134,5 @@ _RENAMED_MODULES = {
 }
 """Earlier names of documented modules."""
 sys.meta_path.insert(0, RenamedModuleFinder(_RENAMED_MODULES))  # precedes empty folders left by an earlier checkout
-__getattr__, _names = make_lazy_imports(__name__, _RENAMED)
+__getattr__, _names = make_lazy_getattr_and_all(__name__, _RENAMED)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

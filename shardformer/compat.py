@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.config import ShardConfig as ShardConfig
@@ -19,4 +19,4 @@ if TYPE_CHECKING:
     from shardformer.shard_model_api import ModelSharder as ModelSharder
     from shardformer.shard_model_api import ShardFormer as ShardFormer
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

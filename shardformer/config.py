@@ -11,7 +11,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_args, get_type_hints
 
-from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names
+from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names_are_known
 from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
 from shardformer.pipeline.schedules import LOSS_AVERAGES, SCHEDULES
 from shardformer.public_names import deprecate_renamed_arguments
@@ -93,7 +93,7 @@ class ShardConfig:
     def from_options(cls, options: Mapping[str, Any]) -> ShardConfig:
         """Create a ShardConfig from a dict of its fields. Raises ConfigError for an unknown field."""
         known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
-        check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
+        check_names_are_known(options, known, "There is no option", "The options are the fields of ShardConfig")
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class ShardConfig:
         is_dict = isinstance(self.extra_kwargs, Mapping)
         check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
         self.extra_kwargs = dict(self.extra_kwargs)
-        check_names(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has no key", rule)
+        check_names_are_known(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has no key", rule)
         for name, kind, remedy in (
             ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
             ("context", ParallelContext, "Pass the context that launch_from_torch returned"),
@@ -166,10 +166,10 @@ class ShardConfig:
     def get_attention_head_axis(self) -> Axis:
         """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
         context = self.resolve_context()
-        return context.axes["column"] if self.has_tensor_grid and "column" in context.axes else context.tensor
+        return context.axes["column"] if self.has_tensor_parallel_grid and "column" in context.axes else context.tensor
 
     @property
-    def has_tensor_grid(self) -> bool:
+    def has_tensor_parallel_grid(self) -> bool:
         """Whether the tensor parallel ranks form a 2D, 2.5D or 3D grid."""
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
@@ -385,10 +385,12 @@ class ParallelConfig:
         self._check_fields_have_effect(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
         self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
-    def _check_fields_have_effect(self, field_names: Sequence[str], is_used: bool, required_option: str) -> None:
+    def _check_fields_have_effect(
+        self, field_names: Sequence[str], is_required_option_set: bool, required_option: str
+    ) -> None:
         """Raise ConfigError for fields that have no effect because another option is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in field_names if getattr(self, n) != _DEFAULTS[n]]
-        if changed and not is_used:
+        if changed and not is_required_option_set:
             passed, unused = ", ".join(changed), " and ".join(n.partition("=")[0] for n in changed)
             raise ConfigError(
                 f"{passed} has no effect without {required_option}.",
@@ -396,13 +398,13 @@ class ParallelConfig:
             )
 
     @classmethod
-    def from_value(cls, value: Any) -> ParallelConfig:
+    def from_value(cls, config_or_dict: Any) -> ParallelConfig:
         """Convert a ParallelConfig, a dict of its fields, or None to a ParallelConfig."""
-        if value is None or isinstance(value, cls):
-            return value or cls()
+        if config_or_dict is None or isinstance(config_or_dict, cls):
+            return config_or_dict or cls()
         rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
-        check_argument("parallel", value, isinstance(value, dict), rule, remedy)
-        return cls.from_dict(value)
+        check_argument("parallel", config_or_dict, isinstance(config_or_dict, dict), rule, remedy)
+        return cls.from_dict(config_or_dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
@@ -411,7 +413,9 @@ class ParallelConfig:
         from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
         known = (*cls.__dataclass_fields__, *RENAMED_FIELDS)
-        check_names(values, known, "parallel has no field", "The fields are those of shardformer.ParallelConfig")
+        check_names_are_known(
+            values, known, "parallel has no field", "The fields are those of shardformer.ParallelConfig"
+        )
         found = dict(values)
         if isinstance(precision := found.get("precision"), Mapping):
             scale = precision.get("loss_scale", {})
@@ -512,7 +516,7 @@ class ParallelConfig:
         from shardformer.zero.mixed_precision import MixedPrecision
 
         needed = (
-            MixedPrecision.from_value(self.precision).dtype is not None
+            MixedPrecision.from_value(self.precision).param_dtype is not None
             or OffloadConfig.from_argument(self.offload).to is not None
         )
         return 0 if self.zero_stage is None and needed else self.zero_stage

@@ -198,10 +198,10 @@ def check_bool(argument_name: str, value: object) -> None:
     )
 
 
-def check_names(given_names: Iterable[object], known_names: Iterable[str], problem: str, rule: str) -> None:
+def check_names_are_known(given_names: Iterable[object], known_names: Iterable[str], problem: str, rule: str) -> None:
     """Raise ConfigError if ``given_names`` contains an unknown name. The error message suggests similar names.
 
-    >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
+    >>> check_names_are_known(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: There is no axis 'tensr'. The axes are tensor and data. Did you mean 'tensor'?
     """
@@ -265,7 +265,7 @@ _FINAL_STOPS = re.compile(r"(?<=[^.])\.{1,2}$")
 _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
-def format_exception(error: ShardFormerError) -> str:
+def format_error_for_terminal(error: ShardFormerError) -> str:
     """Format an error for the terminal, with an explanation and a remedy on indented lines below the message."""
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
@@ -288,14 +288,14 @@ def _ensure_full_stop(sentence: str) -> str:
 
 
 def import_optional_module(
-    module_name: str, feature: str, extra: str, alternative: str = "", library_name: str | None = None
+    module_name: str, feature_name: str, pip_extra: str, alternative_action: str = "", library_name: str | None = None
 ) -> ModuleType:
     """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
 
     Args:
-        feature: what needs the library.
-        extra: the extra of this package that installs it.
-        alternative: what to do instead of installing it, as an infinitive.
+        feature_name: what needs the library.
+        pip_extra: the extra of this package that installs it.
+        alternative_action: what to do instead of installing it, as an infinitive.
         library_name: name of the library, if it is not the first part of ``module_name``.
     """
     package = module_name.partition(".")[0]
@@ -304,8 +304,9 @@ def import_optional_module(
         return import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{feature} requires {library_name or package}, which is not installed.",
-            remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {alternative}" if alternative else ""),
+            f"{feature_name} requires {library_name or package}, which is not installed.",
+            remedy=f"Run pip install 'shardformer[{pip_extra}]'"
+            + (f", or {alternative_action}" if alternative_action else ""),
         ) from error
 
 

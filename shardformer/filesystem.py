@@ -47,7 +47,7 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        return cls(_get_machine_id(), os.getpid(), _get_start_time(os.getpid()) or 0)
+        return cls(_get_machine_id(), os.getpid(), _get_process_start_time(os.getpid()) or 0)
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -60,7 +60,7 @@ class ProcessIdentity(NamedTuple):
         if not self.is_on_this_machine:
             return False
         if Path("/proc/self/stat").exists():
-            return _get_start_time(self.pid) != self.start
+            return _get_process_start_time(self.pid) != self.start
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -70,7 +70,7 @@ class ProcessIdentity(NamedTuple):
         return False
 
 
-class TemporaryName(NamedTuple):
+class TemporaryFileName(NamedTuple):
     """Parsed name of a temporary file: its purpose, the target file, and the process that created it."""
 
     purpose: str
@@ -88,7 +88,7 @@ def _get_machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def _get_start_time(pid: int) -> int | None:
+def _get_process_start_time(pid: int) -> int | None:
     """Return the start time of a process in clock ticks, or None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -129,23 +129,25 @@ def create_folder(folder: Path) -> None:
         ) from error
 
 
-def make_temporary_path(path: Path, purpose: str = SAVING) -> Path:
-    """Return a unique temporary path in the folder of ``path``, for a file that is later renamed to ``path``."""
+def make_temporary_path(target_path: Path, purpose: str = SAVING) -> Path:
+    """Return a unique path next to ``target_path``, for a file that is later renamed to ``target_path``."""
     machine, pid, start = ProcessIdentity.current()
-    return path.with_name(f".{purpose}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
+    return target_path.with_name(
+        f".{purpose}-{target_path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}"
+    )
 
 
-def parse_temporary_name(path: Path) -> TemporaryName | None:
+def parse_temporary_name(path: Path) -> TemporaryFileName | None:
     """Parse the name of a temporary file. Return None for other files and for symbolic links."""
     found = _TEMPORARY_NAME.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None
-    return TemporaryName(
+    return TemporaryFileName(
         found["kind"], found["name"], ProcessIdentity(found["machine"], int(found["pid"]), int(found["start"]))
     )
 
 
-def find_temporary_paths(folder: Path, target_name: str) -> list[tuple[Path, TemporaryName]]:
+def find_temporary_paths(folder: Path, target_name: str) -> list[tuple[Path, TemporaryFileName]]:
     """Return all temporary files in ``folder`` that were created to write the file ``target_name``."""
     every = [(path, parse_temporary_name(path)) for path in folder.glob(".*")]
     return [
@@ -162,7 +164,7 @@ def remove_stale_temporary_files(folder: Path, target_name: str) -> None:
             remove_file_or_folder(path)
 
 
-def move_into_place(new_folder: Path, target_folder: Path) -> Path:
+def move_into_place_and_keep_backup(new_folder: Path, target_folder: Path) -> Path:
     """Rename ``new_folder`` to ``target_folder``. Return the temporary path to which an existing target was moved.
 
     Raises OSError if a folder cannot be renamed. The previous target is then restored.
@@ -232,7 +234,7 @@ def replace_text_atomically(path: Path, text: str, *, sync_to_disk: bool = True)
 
 
 @dataclass(frozen=True)
-class DirectoryWriter:
+class AtomicDirectoryWriter:
     """Replaces a directory atomically with a new version, and keeps unrelated files of the old version.
 
     Args:
@@ -254,7 +256,7 @@ class DirectoryWriter:
         hidden = self.create_temporary_directory(target, target if _can_be_renamed(target) else target / target.name)
         try:
             write_fn(hidden)
-            self.replace_target(hidden, target)
+            self.replace_target_directory(hidden, target)
         finally:
             remove_file_or_folder(hidden)
 
@@ -271,23 +273,26 @@ class DirectoryWriter:
         hidden.mkdir()
         return hidden
 
-    def replace_target(self, new_directory: Path, target: Path) -> None:
-        """Replace the directory ``target`` with the complete directory ``new_directory``.
+    def replace_target_directory(self, new_directory: Path, target_directory: Path) -> None:
+        """Replace the directory ``target_directory`` with the complete directory ``new_directory``.
 
-        The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
-        working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
+        The directories are exchanged, unless ``target_directory`` has subfolders (other processes may write into them),
+        is the working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises
+        OSError.
         """
-        kept = self._find_unrelated_files(target, new_directory)
-        is_current = target.exists() and os.path.samefile(target, os.curdir)
+        kept = self._find_unrelated_files(target_directory, new_directory)
+        is_current = target_directory.exists() and os.path.samefile(target_directory, os.curdir)
         if (
             is_current
-            or new_directory.parent != target.parent
+            or new_directory.parent != target_directory.parent
             or any(path.is_dir() and not path.is_symlink() for path in kept)
         ):
-            self._replace_files_one_by_one(new_directory, target)
+            self._replace_files_one_by_one(new_directory, target_directory)
             return
         _link_files(kept, new_directory)
-        self._remove_replaced_directory(move_into_place(new_directory, target), target)
+        self._remove_replaced_directory(
+            move_into_place_and_keep_backup(new_directory, target_directory), target_directory
+        )
 
     def _remove_replaced_directory(self, replaced_directory: Path, target_directory: Path) -> None:
         """Move unrelated files of the replaced directory to ``target_directory``, and remove the rest."""
@@ -295,21 +300,21 @@ class DirectoryWriter:
             path.rename(target_directory / path.name)
         remove_file_or_folder(replaced_directory)
 
-    def _find_unrelated_files(self, target: Path, new_directory: Path) -> list[Path]:
-        """Return the files of ``target`` that belong to neither its old nor its new version, such as a log."""
-        there = sorted(target.iterdir()) if target.is_dir() else []
+    def _find_unrelated_files(self, target_directory: Path, new_directory: Path) -> list[Path]:
+        """Return the files of ``target_directory`` that belong to neither of its two versions, such as a log."""
+        there = sorted(target_directory.iterdir()) if target_directory.is_dir() else []
         written = {path.name for path in new_directory.iterdir()}
         return [path for path in there if path.name not in written and not self.own_file_pattern.fullmatch(path.name)]
 
-    def _replace_files_one_by_one(self, temporary_directory: Path, target: Path) -> None:
-        """Move the files in ``temporary_directory`` to ``target``. The file ``key`` is removed first and moved last."""
+    def _replace_files_one_by_one(self, temporary_directory: Path, target_directory: Path) -> None:
+        """Move the files to ``target_directory``. The file ``key`` is removed first and moved last."""
         new = {path.name for path in temporary_directory.iterdir()}
-        (target / self.key_file).unlink(missing_ok=True)
-        for path in sorted(target.iterdir()):
+        (target_directory / self.key_file).unlink(missing_ok=True)
+        for path in sorted(target_directory.iterdir()):
             if path.is_file() and self.own_file_pattern.fullmatch(path.name) and path.name not in new:
                 path.unlink()
         for name in sorted(new, key=lambda name: name == self.key_file):
-            (temporary_directory / name).replace(target / name)
+            (temporary_directory / name).replace(target_directory / name)
         temporary_directory.rmdir()
 
 
@@ -348,7 +353,7 @@ class _FolderLock:
     holders: set[int] = field(default_factory=set)
 
 
-class _ProcessLocks:
+class _ProcessFolderLocks:
     """All folder locks of this process, by the real path of the folder. A forked child process has no locks."""
 
     def __init__(self) -> None:
@@ -362,7 +367,7 @@ class _ProcessLocks:
         self.changing = threading.RLock()  # reentrant, because finalizers may run during any allocation
 
 
-_LOCKS = _ProcessLocks()
+_LOCKS = _ProcessFolderLocks()
 
 
 def acquire_folder_lock(folder: Path, holder: Any) -> bool:
@@ -390,7 +395,7 @@ def acquire_folder_lock(folder: Path, holder: Any) -> bool:
             _LOCKS.locks[key] = lock
             if not _LOCKS.is_refreshing:
                 _LOCKS.is_refreshing = True
-                threading.Thread(target=_refresh_locks, name="shardformer-lock", daemon=True).start()
+                threading.Thread(target=_refresh_lock_files_periodically, name="shardformer-lock", daemon=True).start()
             if id(holder) in lock.holders:
                 return False
             lock.holders.add(id(holder))
@@ -418,16 +423,16 @@ def check_folder_lock_is_held(folder: Path) -> None:
     )
 
 
-def _release_lock_of_holder(lock_key: str, holder_id: int, pid: int) -> None:
+def _release_lock_of_holder(real_folder_path: str, holder_id: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
     with _LOCKS.changing:
-        lock = _LOCKS.locks.get(lock_key)
+        lock = _LOCKS.locks.get(real_folder_path)
         if lock is None:
             return
         lock.holders.discard(holder_id)
         if not lock.holders:
-            del _LOCKS.locks[lock_key]
+            del _LOCKS.locks[real_folder_path]
             with suppress(OSError):
                 if _owns_lock_file(lock):
                     lock.path.unlink()
@@ -514,15 +519,15 @@ def _owns_lock_file(lock: _FolderLock) -> bool:
 
 def _is_lock_file_stale(lock_path: Path) -> bool:
     """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
-    before, end = _get_lock_file_stamp(lock_path), time.monotonic() + STALE_S
+    before, end = _get_lock_file_inode_and_mtime(lock_path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
-        if _get_lock_file_stamp(lock_path) != before:
+        if _get_lock_file_inode_and_mtime(lock_path) != before:
             return False
     return True
 
 
-def _get_lock_file_stamp(lock_path: Path) -> tuple[int, ...]:
+def _get_lock_file_inode_and_mtime(lock_path: Path) -> tuple[int, ...]:
     """Open a lock file, and return its inode and modification time, which are then current on network storage."""
     try:
         descriptor = os.open(lock_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -558,7 +563,7 @@ def _describe_lock_owner(lock_content: dict[str, Any]) -> str:
     return ", since ".join([*words, str(lock_content["since"])] if "since" in lock_content else words)
 
 
-def _refresh_locks() -> None:
+def _refresh_lock_files_periodically() -> None:
     """Refresh the lock files of this process every few seconds, for as long as it owns any."""
     while True:
         time.sleep(REFRESH_S)

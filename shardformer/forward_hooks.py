@@ -91,7 +91,7 @@ class HookOrder(IntEnum):
 
 def register_forward_hooks(
     module: nn.Module,
-    order: HookOrder,
+    hook_order: HookOrder,
     forward_pre_hook: Callable[..., Any] | None = None,
     forward_hook: Callable[..., Any] | None = None,
     *,
@@ -110,33 +110,33 @@ def register_forward_hooks(
         always_call: whether ``forward_hook`` runs if the forward pass raises, too.
     """
     positions: Positions = module.__dict__.setdefault(POSITIONS_ATTRIBUTE, {})
-    is_outside = order < HookOrder.CHECKS
+    is_outside = hook_order < HookOrder.CHECKS
     handles = []
     if forward_pre_hook is not None:
         handles.append(module.register_forward_pre_hook(forward_pre_hook, with_kwargs=with_kwargs, prepend=is_outside))
     if forward_hook is not None:
         handles.append(module.register_forward_hook(forward_hook, always_call=always_call))
     for handle in handles:
-        positions[handle.id] = order, -handle.id if is_outside else handle.id
+        positions[handle.id] = hook_order, -handle.id if is_outside else handle.id
     for hooks, reverse in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
         if len(hooks) > 1:
-            _sort_own_hooks(hooks, positions, reverse=reverse)
+            _sort_shardformer_hooks(hooks, positions, reverse=reverse)
     return partial(
         _remove_hook_handles, handles, positions
     )  # no reference to the module, which a feature may keep alive
 
 
-def _remove_hook_handles(handles: list[RemovableHandle], positions: Positions) -> None:
+def _remove_hook_handles(handles: list[RemovableHandle], position_by_hook_id: Positions) -> None:
     for handle in handles:
         handle.remove()
-        positions.pop(handle.id, None)
+        position_by_hook_id.pop(handle.id, None)
 
 
-def _sort_own_hooks(hook_dict: Any, positions: Positions, *, reverse: bool) -> None:
+def _sort_shardformer_hooks(hook_dict: Any, position_by_hook_id: Positions, *, reverse: bool) -> None:
     """Sort ShardFormer's hooks in a module's dict of hooks. The hooks of other libraries keep their positions."""
-    own = [key for key in hook_dict if key in positions]
-    ranked = sorted(own, key=positions.__getitem__, reverse=reverse)
+    own = [key for key in hook_dict if key in position_by_hook_id]
+    ranked = sorted(own, key=position_by_hook_id.__getitem__, reverse=reverse)
     if ranked != own:
         following = iter(ranked)
-        for key in [next(following) if key in positions else key for key in hook_dict]:
+        for key in [next(following) if key in position_by_hook_id else key for key in hook_dict]:
             hook_dict.move_to_end(key)

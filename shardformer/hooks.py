@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.training.hook import Hook as Hook
@@ -21,4 +21,4 @@ if TYPE_CHECKING:
     from shardformer.training.hooks import Throughput as Throughput
     from shardformer.training.hooks import Wandb as Wandb
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

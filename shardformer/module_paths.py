@@ -19,7 +19,7 @@ def has_transposed_weight(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear_or_conv1d(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or has_transposed_weight(module)
 
 
@@ -30,8 +30,8 @@ def join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def resolve_path(prefix: str, relative_path: str) -> str:
-    return relative_path[1:] if relative_path.startswith(".") else join_path(prefix, relative_path)
+def resolve_relative_path(parent_path: str, relative_path: str) -> str:
+    return relative_path[1:] if relative_path.startswith(".") else join_path(parent_path, relative_path)
 
 
 def named_params_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -59,7 +59,7 @@ def get_submodule_or_none(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def get_attribute_by_path(owner: object, attr_path: str) -> Any:
+def get_attribute_by_path_or_none(owner: object, attr_path: str) -> Any:
     """Return the submodule or attribute at a dotted path, or None if it does not exist."""
     try:
         return attrgetter(attr_path)(owner) if attr_path else owner
@@ -70,7 +70,7 @@ def get_attribute_by_path(owner: object, attr_path: str) -> Any:
 def get_parent_and_attribute_name(model: object, attr_path: str) -> tuple[Any, str]:
     """Return the parent object (or None) and the name of the last attribute in a dotted path."""
     at, _, name = attr_path.rpartition(".")
-    return get_attribute_by_path(model, at), name
+    return get_attribute_by_path_or_none(model, at), name
 
 
 def match_paths(path_pattern: str, module_names: Iterable[str]) -> list[str]:
@@ -90,10 +90,12 @@ def match_paths(path_pattern: str, module_names: Iterable[str]) -> list[str]:
     ]
 
 
-def get_submodule_or_raise(module: nn.Module, path: str, parent_path: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
+def get_submodule_or_raise(
+    module: nn.Module, path: str, parent_path: str = "", error_hint: str = OPTIONAL_HINT
+) -> nn.Module:
     found = get_submodule_or_none(module, path)
     if found is None:
-        raise make_module_not_found_error(parent_path, path, module, hint)
+        raise make_module_not_found_error(parent_path, path, module, error_hint)
     return found
 
 
@@ -106,10 +108,10 @@ def has_submodule(module: nn.Module, path: str, parent_path: str = "") -> bool:
 
 
 def get_existing_submodule_paths(
-    relative_paths: Sequence[str], prefix: str, layer: nn.Module, layer_path: str
+    relative_paths: Sequence[str], parent_path: str, layer: nn.Module, layer_path: str
 ) -> list[str]:
     """Return those of ``relative_paths`` at which a layer has a submodule. Raises PolicyError if there are none."""
-    paths = [resolve_path(prefix, name) for name in relative_paths]
+    paths = [resolve_relative_path(parent_path, name) for name in relative_paths]
     out = [name.rstrip("?") for name in paths if has_submodule(layer, name, layer_path)]
     if not out:
         raise make_module_not_found_error(layer_path, paths[0].rstrip("?"), layer)
@@ -118,7 +120,7 @@ def get_existing_submodule_paths(
 
 def get_linear_submodule(layer: nn.Module, linear_path: str, layer_path: str) -> nn.Module:
     found = get_submodule_or_raise(layer, linear_path, layer_path)
-    if not is_linear(found):
+    if not is_linear_or_conv1d(found):
         raise PolicyError(
             f"{layer_path}.{linear_path} must be an nn.Linear or transformers' Conv1D, but is a "
             f"{type(found).__name__}.",
@@ -127,10 +129,10 @@ def get_linear_submodule(layer: nn.Module, linear_path: str, layer_path: str) ->
     return found
 
 
-def get_num_features(module: nn.Module, *, of_output: bool) -> int:
-    weight = module.weight
+def get_num_linear_features(linear: nn.Module, *, return_out_features: bool) -> int:
+    weight = linear.weight
     assert isinstance(weight, Tensor)
-    return int(weight.shape[int(of_output == has_transposed_weight(module))])
+    return int(weight.shape[int(return_out_features == has_transposed_weight(linear))])
 
 
 def make_module_not_found_error(

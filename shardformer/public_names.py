@@ -26,14 +26,14 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def make_lazy_imports(
-    package_name: str, renamed_names: Mapping[str, str] | None = None
+def make_lazy_getattr_and_all(
+    package_name: str, new_names_by_old_name: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], list[str]]:
     """Return the ``__getattr__`` and ``__all__`` of a package that imports public names lazily.
 
     Args:
         package_name: its ``__name__``.
-        renamed_names: earlier name -> the full name that replaces it. Using an earlier name raises a
+        new_names_by_old_name: earlier name -> the full name that replaces it. Using an earlier name raises a
             DeprecationWarning.
 
     ``__getattr__`` raises AttributeError for an unknown name, with the nearest known names.
@@ -49,14 +49,16 @@ def make_lazy_imports(
             if module == package_name:  # a module of the package
                 return import_module(f"{package_name}.{name}")
             return getattr(import_module(module), original)
-        if name in (renamed_names or {}):
-            new = (renamed_names or {})[name]
+        if name in (new_names_by_old_name or {}):
+            new = (new_names_by_old_name or {})[name]
             warnings.warn(f"{package_name}.{name} is now {new}", DeprecationWarning, stacklevel=2)
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
         # importlib, copy and pickle look up private names
         hint = (
-            "" if name.startswith("_") else f". {_suggest_public_names(package_name, name, found, renamed_names or {})}"
+            ""
+            if name.startswith("_")
+            else f". {_suggest_public_names(package_name, name, found, new_names_by_old_name or {})}"
         )
         # without obj=, for which Python would add a second suggestion
         raise AttributeError(f"module {package_name!r} has no attribute {name!r}{hint}", name=name)
@@ -65,14 +67,17 @@ def make_lazy_imports(
 
 
 def _suggest_public_names(
-    package_name: str, unknown_name: str, public_names: Mapping[str, tuple[str, str]], renamed_names: Mapping[str, str]
+    package_name: str,
+    unknown_name: str,
+    public_names: Mapping[str, tuple[str, str]],
+    new_names_by_old_name: Mapping[str, str],
 ) -> str:
     """Suggest the subpackage that contains an unknown name, or similar public names of the package."""
     for full_name in (f"{package_name}.{each}" for each, (module, _) in public_names.items() if module == package_name):
         spec = find_spec(full_name)
         if spec and spec.origin and unknown_name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
             return f"Use {full_name}.{unknown_name}"
-    return suggest_similar_names(unknown_name, [*public_names, *renamed_names])
+    return suggest_similar_names(unknown_name, [*public_names, *new_names_by_old_name])
 
 
 def deprecate_renamed_arguments(
@@ -109,14 +114,14 @@ def deprecate_renamed_arguments(
     return decorate
 
 
-def deprecate_renamed_parameters(
-    renamed_parameters: Mapping[str, str], earlier_order: Sequence[str] = ()
+def deprecate_renamed_function_arguments(
+    renamed_parameters: Mapping[str, str], old_parameter_order: Sequence[str] = ()
 ) -> Callable[[F], F]:
     """Return a function decorator that keeps deprecated names and orders of arguments working.
 
     Args:
         renamed_parameters: earlier name of an argument -> its name.
-        earlier_order: the names of the first parameters when the model was the second one.
+        old_parameter_order: the names of the first parameters when the model was the second one.
 
     Raises ConfigError if an argument is passed by both names.
     """
@@ -125,11 +130,11 @@ def deprecate_renamed_parameters(
         @wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(_pop_renamed_arguments(fn.__name__, kwargs, renamed_parameters))
-            is_earlier = earlier_order and args and not _is_model(args[0])
-            if is_earlier and ("model" in kwargs or any(map(_is_model, args[1:2]))):
+            is_earlier = old_parameter_order and args and not _looks_like_model(args[0])
+            if is_earlier and ("model" in kwargs or any(map(_looks_like_model, args[1:2]))):
                 warnings.warn(f"The first argument of {fn.__name__} is now the model", DeprecationWarning, stacklevel=2)
-                kwargs |= dict(zip(earlier_order, args))
-                args = args[len(earlier_order) :]
+                kwargs |= dict(zip(old_parameter_order, args))
+                args = args[len(old_parameter_order) :]
             return fn(*args, **kwargs)
 
         return cast(F, wrapper)
@@ -137,8 +142,8 @@ def deprecate_renamed_parameters(
     return decorate
 
 
-def _is_model(value: Any) -> bool:
-    return hasattr(value, "named_parameters")
+def _looks_like_model(candidate: Any) -> bool:
+    return hasattr(candidate, "named_parameters")
 
 
 def _pop_renamed_arguments(
@@ -165,11 +170,11 @@ def _make_deprecated_property(message: str, new_name: str) -> property:
     )
 
 
-def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
+def _parse_lazy_imports(source_code: str) -> dict[str, tuple[str, str]]:
     """Parse the imports under ``if TYPE_CHECKING:``. Return a dict from public names to (module, name in module)."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
-        for node in ast.parse(source).body
+        for node in ast.parse(source_code).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for statement in node.body
         if isinstance(statement, ast.ImportFrom)

@@ -153,9 +153,9 @@ def hash_rng_states(device: torch.device) -> list[int]:
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
-def derive_local_seed(seed: int, rank: int) -> int:
+def derive_rank_seed(shared_seed: int, rank: int) -> int:
     """Derive a different seed for each rank from a shared seed. For rank -1, return the shared seed modulo 2**63."""
-    return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
+    return (shared_seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
 
 class LocalRNGState:
@@ -189,7 +189,7 @@ class LocalRNGState:
             seed, rank = self._share(seed.to(input_tensor.device)), -1
         self._outer = [(g, g.get_state()) for g in get_torch_generators(input_tensor.device)]
         for g, _ in self._outer:
-            g.manual_seed(derive_local_seed(int(tolist_or_ones(seed)), rank))
+            g.manual_seed(derive_rank_seed(int(tolist_or_ones(seed)), rank))
 
     def exit_local_rng_state(self) -> None:
         if self.is_in_graph and torch.compiler.is_compiling():
@@ -257,7 +257,7 @@ class EpochSeededRNG:
                 self._generators.append((part, own))
 
     @contextmanager
-    def activate(self) -> Iterator[None]:
+    def use_epoch_seed(self) -> Iterator[None]:
         """Make the sampler and dataset use the epoch's seed inside the ``with`` block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:

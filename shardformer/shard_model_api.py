@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.config import ShardConfig, ShardOptions
-from shardformer.consistency.initial_weights import check_same_weight_files
-from shardformer.context_parallel.method import choose_context_parallel_sizes, is_method_explicit
+from shardformer.consistency.initial_weights import check_ranks_read_same_weight_files
+from shardformer.context_parallel.method import choose_context_parallel_sizes, is_context_parallel_method_set
 from shardformer.discovery.derive_policy import (
     DerivedPolicy,
     NoShardableLayerError,
@@ -23,23 +23,29 @@ from shardformer.discovery.derive_policy import (
     derive_policy,
     make_no_policy_error,
 )
+from shardformer.discovery.example_inputs import UnknownInputsError, guess_only_argument
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.integrations.peft import PEFT_ENTRY_POINTS, has_adapters, shard_model_with_adapters
-from shardformer.layout.packed_weights import find_packed_weights
+from shardformer.layout.packed_weights import find_quantized_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.layer_sequence import make_no_layers_error, measure_layer_costs
-from shardformer.policies.policy import EmptyPolicy, Policy, get_registered_policy, has_user_registered_policy
+from shardformer.pipeline.layer_sequence import make_no_pipeline_layers_error, measure_layer_costs
+from shardformer.policies.policy import (
+    NoShardingPolicy,
+    Policy,
+    get_registered_policy_and_origin,
+    has_user_registered_policy,
+)
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.public_names import deprecate_renamed_parameters
+from shardformer.public_names import deprecate_renamed_function_arguments
 from shardformer.random_state import fork_rng
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, create_resolved_policy
-from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, has_user_code_layers
+from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights_to_shard, has_user_code_layers
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.tensor_parallel.quantized_linear import temporarily_use_plain_linears
+from shardformer.tensor_parallel.quantized_linear import temporarily_replace_quantized_linears
 from shardformer.torch_compat import unwrap_compiled_module, without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
@@ -101,19 +107,21 @@ def _shard_without_adapters(
 
     def make_plan() -> ShardingPlan:
         check_can_be_sharded(model)
-        check_no_integer_weights(model, sharder.context.sizes)
-        with temporarily_use_plain_linears(model) if find_packed_weights(model) else nullcontext():
+        check_no_integer_weights_to_shard(model, sharder.context.sizes)
+        with temporarily_replace_quantized_linears(model) if find_quantized_weights(model) else nullcontext():
             resolved = _resolve_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:
-                _validate_layout(
+                _validate_policy_for_layout(
                     sharder, resolved, is_user_policy=policy is not None or has_user_registered_policy(model)
                 )
         return sharder.finalize_sharding_plan(resolved)
 
     with sharder.restore_model_on_error():
-        explain = partial(check_same_weight_files, model, sharder.context)
+        explain = partial(check_ranks_read_same_weight_files, model, sharder.context)
         shared_params = sharder.shard_in_place(
-            run_and_compare_across_ranks(sharder.context, make_plan, sharder.get_fingerprint_lines, explain_fn=explain)
+            run_and_compare_across_ranks(
+                sharder.context, make_plan, sharder.get_lines_to_compare_across_ranks, on_mismatch=explain
+            )
         )
         _install_method_overrides(sharder.model)
         call_after_import(*PEFT_ENTRY_POINTS)
@@ -162,16 +170,18 @@ def _resolve_and_bind_policy(
     try:
         size = sharder.context.tensor.size
         batch = get_example_batch if is_needed else lambda: None
-        found = resolve_policy(sharder.model, policy, tp_size=size, allow_model_copy=is_needed, get_example_batch=batch)
-        return create_resolved_policy(sharder, *found, apply_rules=applies_rules)
+        found = resolve_policy_and_origin(
+            sharder.model, policy, tp_size=size, allow_model_copy=is_needed, get_example_batch=batch
+        )
+        return create_resolved_policy(sharder, *found, apply_sharding_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
         notes = [f"The model has no policy. Data parallelism needs none. {get_first_message_line(error)}"]
-        return create_resolved_policy(sharder, EmptyPolicy(), NO_POLICY, notes=notes)
+        return create_resolved_policy(sharder, NoShardingPolicy(), NO_POLICY, notes=notes)
 
 
-def _validate_layout(sharder: Sharder, resolved_policy: ResolvedPolicy, *, is_user_policy: bool) -> None:
+def _validate_policy_for_layout(sharder: Sharder, resolved_policy: ResolvedPolicy, *, is_user_policy: bool) -> None:
     """Check on a reduced version of the model that the policy works with the parallel layout.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
@@ -192,7 +202,7 @@ def _validate_layout(sharder: Sharder, resolved_policy: ResolvedPolicy, *, is_us
         way = config.context_parallel
         sizes, allow_full_attention = (
             choose_context_parallel_sizes(model, context, way),
-            not is_method_explicit(context, way),
+            not is_context_parallel_method_set(context, way),
         )
         with without_fake_tensors():
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
@@ -219,9 +229,9 @@ class ModelSharder:
         shard_config: ShardConfig | Policy | type[Policy] | None = None,
         policy: Policy | type[Policy] | None = None,
     ) -> None:
-        if policy is None and _is_policy(shard_config):
+        if policy is None and _is_policy_or_policy_class(shard_config):
             shard_config, policy = None, shard_config  # legacy signature: ModelSharder(model, policy)
-        self.model, self.shard_config, self._policy = model, _require_shard_config(shard_config), policy
+        self.model, self.shard_config, self._policy = model, _resolve_shard_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Shard the model in place, and return the parameters that several pipeline stages share."""
@@ -229,11 +239,11 @@ class ModelSharder:
         return shared_params
 
 
-def _is_policy(candidate: Any) -> bool:
+def _is_policy_or_policy_class(candidate: Any) -> bool:
     return issubclass(candidate, Policy) if isinstance(candidate, type) else isinstance(candidate, Policy)
 
 
-def _require_shard_config(config: Any) -> ShardConfig:
+def _resolve_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
             f"The configuration must be a ShardConfig, but got {config!r:.80}.",
@@ -242,12 +252,12 @@ def _require_shard_config(config: Any) -> ShardConfig:
     return config or ShardConfig()
 
 
-class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
+class ShardedModelAndSharedParams(tuple[nn.Module, list[dict[int, Tensor]]]):
     """The tuple (model, shared_params) that ``ShardFormer.optimize`` returns."""
 
-    def to(self, *args: Any, **kwargs: Any) -> ShardedModel:
+    def to(self, *args: Any, **kwargs: Any) -> ShardedModelAndSharedParams:
         """Move the model to another device or convert it to another dtype, like ``nn.Module.to``."""
-        return ShardedModel((self[0].to(*args, **kwargs), self[1]))
+        return ShardedModelAndSharedParams((self[0].to(*args, **kwargs), self[1]))
 
 
 class ShardFormer:
@@ -260,9 +270,9 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig | None = None) -> None:
-        self.shard_config = _require_shard_config(shard_config)
+        self.shard_config = _resolve_shard_config(shard_config)
 
-    def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
+    def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModelAndSharedParams:
         """Shard ``model`` in place with a policy, by default the one registered for its model family.
 
         Returns:
@@ -272,7 +282,7 @@ class ShardFormer:
             ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
             LaunchError: if no launcher started this process.
         """
-        return ShardedModel(shard_model_in_place(model, self.shard_config, policy))
+        return ShardedModelAndSharedParams(shard_model_in_place(model, self.shard_config, policy))
 
 
 def shard_model(
@@ -314,10 +324,10 @@ def shard_model(
             f"shard_model received both config and {names}.", remedy=f"Pass {names} in the ShardConfig, or omit config."
         )
     config = config or ShardConfig.from_options({"context": context, **options})
-    return cast(M, shard_model_in_place(model, _require_shard_config(config), policy)[0])
+    return cast(M, shard_model_in_place(model, _resolve_shard_config(config), policy)[0])
 
 
-@deprecate_renamed_parameters({"rounds": "repeats"})
+@deprecate_renamed_function_arguments({"rounds": "repeats"})
 def measure_pipeline_costs(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -337,12 +347,12 @@ def measure_pipeline_costs(
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
-    chosen, _ = resolve_policy(model, policy, tp_size=1)
+    chosen, _ = resolve_policy_and_origin(model, policy, tp_size=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = chosen.layer_sequence()
     if not chain.stacks:
-        raise make_no_layers_error(model, "...")
+        raise make_no_pipeline_layers_error(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad(), fork_rng(device):
@@ -353,7 +363,7 @@ def measure_pipeline_costs(
                 buffer.copy_(before)
 
 
-def resolve_policy(
+def resolve_policy_and_origin(
     model: nn.Module,
     policy: Policy | type[Policy] | None,
     *,
@@ -371,7 +381,7 @@ def resolve_policy(
     Raises PolicyError for a model of an unknown family.
     """
     if policy is not None:
-        if not _is_policy(policy):
+        if not _is_policy_or_policy_class(policy):
             raise PolicyError(
                 f"policy must be an instance or subclass of shardformer.policies.Policy, but got {policy!r:.80}.",
                 remedy="Pass a ShardConfig as config=..."
@@ -382,14 +392,14 @@ def resolve_policy(
         chosen.find_submodel_policy = _find_submodel_policy
         is_derived = isinstance(chosen, DerivedPolicy)
         return chosen, DERIVED if is_derived else f"the user's policy {type(chosen).__name__}"
-    if (known := get_registered_policy(model)) is not None and not _is_submodel_policy(model, known[0]):
+    if (known := get_registered_policy_and_origin(model)) is not None and not _is_submodel_policy(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
         if tp_size not in (None, 1) and not has_user_registered_policy(model) and has_user_code_layers(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:
         with without_fake_tensors():  # the policy is derived on a reduced model
-            derived = _derive_policy(model, get_example_batch)
+            derived = _derive_policy(model, get_example_batch, allow_guessed_inputs=tp_size != 1)
         if tp_size == 1 and derived.no_pipeline:
             stacks_only = derive_pipeline_only_policy(model)
             derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
@@ -401,16 +411,19 @@ def resolve_policy(
     raise make_no_policy_error(model, problem, tp_size)
 
 
-def _derive_policy(model: nn.Module, get_example_batch: Example) -> RolePolicy:
+def _derive_policy(model: nn.Module, get_example_batch: Example, *, allow_guessed_inputs: bool) -> RolePolicy:
     try:
         return derive_policy(model)
     except NoShardableLayerError:
         raise
-    except PolicyError:
-        batch = get_example_batch()
-        if batch is None:
-            raise
-        return derive_policy(model, batch)
+    except PolicyError as error:
+        if (batch := get_example_batch()) is not None:
+            return derive_policy(model, batch)
+        is_guessed = allow_guessed_inputs and isinstance(error, UnknownInputsError)
+        for guess in guess_only_argument(model) if is_guessed else []:
+            with suppress(PolicyError):
+                return derive_policy(model, guess)
+        raise
 
 
 def _is_submodel_policy(model: nn.Module, policy: Policy) -> bool:
@@ -429,5 +442,5 @@ def _is_submodel_policy(model: nn.Module, policy: Policy) -> bool:
     return False
 
 
-def _find_submodel_policy(model: nn.Module) -> Policy:
-    return resolve_policy(model, None)[0]
+def _find_submodel_policy(submodel: nn.Module) -> Policy:
+    return resolve_policy_and_origin(submodel, None)[0]

@@ -96,7 +96,7 @@ def get_active_ddp_module() -> nn.Module | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def is_dynamo_loaded() -> bool:
+def is_dynamo_imported() -> bool:
     """Return whether ``torch._dynamo`` has been imported. If not, ``torch.compile`` has not been used."""
     return "torch._dynamo" in sys.modules
 
@@ -134,7 +134,7 @@ def call_with_state_dict_hooks(optimizer: Any, make_state_dict: Callable[[], dic
     return found
 
 
-def call_with_load_state_dict_hooks(
+def load_state_dict_with_hooks(
     optimizer: Any, state_dict: dict[str, Any], load_fn: Callable[[dict[str, Any]], None]
 ) -> None:
     """Load a state dict with ``load_fn``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
@@ -152,16 +152,16 @@ def get_wrapped_module_attr_name(module: nn.Module) -> str | None:
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
     private or slow to import, so they are only looked up in modules that are already imported.
     """
-    if _is_instance_of_loaded_class(
+    if _is_instance_of_imported_class(
         module, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"
     ):
         return "_checkpoint_wrapped_module"
-    return "_orig_mod" if is_compiled_wrapper(module) else None
+    return "_orig_mod" if is_torch_compile_wrapper(module) else None
 
 
-def is_compiled_wrapper(module: nn.Module) -> bool:
+def is_torch_compile_wrapper(module: nn.Module) -> bool:
     """Return whether a module is a wrapper that was returned by ``torch.compile(module)``."""
-    return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    return _is_instance_of_imported_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def unwrap_compiled_module(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
@@ -171,7 +171,7 @@ def unwrap_compiled_module(module: nn.Module) -> tuple[nn.Module, dict[str, Any]
     ``dynamic``. They are empty for a module without a wrapper, or if the wrapper disables compilation.
     """
     arguments: dict[str, Any] = {}
-    while is_compiled_wrapper(module):
+    while is_torch_compile_wrapper(module):
         from torch._dynamo.eval_frame import innermost_backend
 
         wrapper: Any = module
@@ -189,10 +189,10 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module was compiled by ``torch.compile(module)`` or ``module.compile()``."""
-    return is_compiled_in_place(module) or is_compiled_wrapper(module)
+    return is_compiled_in_place(module) or is_torch_compile_wrapper(module)
 
 
-def count_collectives_by_group() -> dict[str, int]:
+def count_gloo_collectives_by_group() -> dict[str, int]:
     """Return how many collectives this process has started on each gloo process group, by the name of the group.
 
     Only gloo counts all collectives. Point-to-point messages are not counted.
@@ -201,11 +201,11 @@ def count_collectives_by_group() -> dict[str, int]:
     for group, name in list(distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError, ValueError, KeyError):  # a group that is being destroyed
             if has_exact_collective_count(group):
-                found[str(name)] = get_collective_count(group)
+                found[str(name)] = get_gloo_collective_count(group)
     return found
 
 
-def get_collective_count(process_group: Any) -> int:
+def get_gloo_collective_count(process_group: Any) -> int:
     """Return how many collectives this process has started on a gloo process group."""
     return int(process_group._get_sequence_number_for_group())
 
@@ -221,12 +221,12 @@ def has_exact_collective_count(process_group: dist.ProcessGroup) -> bool:
     return {pair.partition(":")[2] for pair in dist.get_backend_config(process_group).split(",")} == {"gloo"}
 
 
-def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name: str) -> bool:
+def _is_instance_of_imported_class(module: nn.Module, module_name: str, class_name: str) -> bool:
     found = getattr(sys.modules.get(module_name), class_name, None)
     return found is not None and isinstance(module, found)
 
 
-def has_data(tensor: Tensor) -> bool:
+def has_real_data(tensor: Tensor) -> bool:
     """Return whether a tensor stores values. Meta tensors and fake tensors do not store values."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
@@ -250,7 +250,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
 
 def tolist_or_ones(tensor: Tensor) -> Any:
     """Return ``tensor.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
-    if has_data(tensor):
+    if has_real_data(tensor):
         return tensor.tolist()
     ones: Any = 1
     for size in reversed(tensor.shape):
@@ -260,7 +260,7 @@ def tolist_or_ones(tensor: Tensor) -> Any:
 
 def is_true_or_unknown(tensor: Tensor) -> bool:
     """Return ``bool(tensor)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
-    return bool(tensor) if has_data(tensor) else True
+    return bool(tensor) if has_real_data(tensor) else True
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
@@ -288,7 +288,7 @@ def get_gradient_shape(gradient_edge: GradientEdge) -> tuple[int, ...]:
     return tuple(node._input_metadata[gradient_edge.output_nr].shape)
 
 
-def copy_sequence_number(target_node: Node, source_node: Node) -> None:
+def copy_autograd_sequence_number(target_node: Node, source_node: Node) -> None:
     """Make an autograd node run at the same position in the backward pass as another node."""
     target_node._set_sequence_nr(source_node._sequence_nr())
 
@@ -315,7 +315,7 @@ def iter_saved_tensors(node: Node) -> Iterator[Any]:
         yield from (one for one in as_tuple(saved) if one is not None)
 
 
-def has_unpack_hooks(node: Node) -> bool:
+def has_saved_tensor_unpack_hooks(node: Node) -> bool:
     """Return whether the saved tensors of an autograd node have unpack hooks, as in activation checkpointing."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in iter_saved_tensors(node))
 

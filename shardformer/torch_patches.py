@@ -30,7 +30,7 @@ Apply = Callable[[], Undo]
 
 
 @dataclass(frozen=True)
-class Patch:
+class LibraryPatch:
     """Describes which function of torch or transformers ShardFormer replaces, and why.
 
     Args:
@@ -45,22 +45,22 @@ class Patch:
 
 
 _LOCK = threading.RLock()
-_INSTALLED: dict[Patch, Undo] = {}
-_BLOCKS: dict[Patch, int] = {}  # number of active ``temporary_patch`` blocks of each patch, in all threads
+_INSTALLED: dict[LibraryPatch, Undo] = {}
+_BLOCKS: dict[LibraryPatch, int] = {}  # number of active ``temporary_patch`` blocks of each patch, in all threads
 
 
-def installed() -> tuple[Patch, ...]:
+def installed() -> tuple[LibraryPatch, ...]:
     """Return the patches of torch and transformers that are installed in this process, oldest first."""
     with _LOCK:
         return tuple(_INSTALLED)
 
 
-def install_patch(patch: Patch, apply_fn: Apply) -> None:
+def install_patch(patch: LibraryPatch, apply_fn: Apply) -> None:
     """Install a patch in this process, unless it is already installed."""
     install_patches({patch: apply_fn})
 
 
-def install_patches(patches: Mapping[Patch, Apply]) -> None:
+def install_patches(patches: Mapping[LibraryPatch, Apply]) -> None:
     """Install all patches that are not yet installed in this process."""
     with _LOCK:
         for patch, apply in patches.items():
@@ -83,7 +83,7 @@ def uninstall() -> None:
 
 
 @contextmanager
-def temporary_patch(patch: Patch, apply_fn: Apply) -> Iterator[None]:
+def temporary_patch(patch: LibraryPatch, apply_fn: Apply) -> Iterator[None]:
     """Install a patch for the duration of a ``with`` block. Threads share the patch, and the last block removes it."""
     with _LOCK:
         install_patch(patch, apply_fn)
@@ -146,7 +146,7 @@ class PostImportHook(MetaPathFinder):
         return spec
 
 
-def call_after_import(module_name: str, patch: Patch, callback: Callable[[], object]) -> None:
+def call_after_import(module_name: str, patch: LibraryPatch, callback: Callable[[], object]) -> None:
     """Call a function after the import of a module, or immediately if the module is already imported.
 
     Args:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_patches import Patch, chain_undo_functions, install_patch, replace_attribute
+from shardformer.torch_patches import LibraryPatch, chain_undo_functions, install_patch, replace_attribute
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 
-def load_transformers() -> Any:
+def import_transformers() -> Any:
     """Import ``transformers`` and prepare it to build models.
 
     Without docstrings (``python -OO``, ``PYTHONOPTIMIZE=2``), transformers' decorator that documents its models raises
@@ -60,13 +60,13 @@ def skip_weight_init() -> AbstractContextManager[Any]:
     return context
 
 
-def get_config_classes(model_class: type) -> Collection[type] | None:
+def get_supported_config_classes(auto_model_class: type) -> Collection[type] | None:
     """Return the config classes that a transformers Auto class supports, or None for any other class."""
-    found: Collection[type] | None = getattr(model_class, "_model_mapping", None)
+    found: Collection[type] | None = getattr(auto_model_class, "_model_mapping", None)
     return found
 
 
-DOCSTRING_PATCH = Patch(
+DOCSTRING_PATCH = LibraryPatch(
     "transformers.utils.auto_docstring",
     "shardformer.transformers_compat",
     "under python -OO it raises ValueError, because there are no docstrings",
@@ -79,11 +79,13 @@ def _disable_auto_docstring() -> None:
     modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
     install_patch(
         DOCSTRING_PATCH,
-        lambda: chain_undo_functions(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules)),
+        lambda: chain_undo_functions(
+            *(replace_attribute(m, "auto_docstring", _return_class_unchanged) for m in modules)
+        ),
     )
 
 
-def _skip_docstring(cls: Any = None, **kwargs: Any) -> Any:
+def _return_class_unchanged(cls: Any = None, **kwargs: Any) -> Any:
     """Return a class unchanged. This decorator replaces ``auto_docstring`` of transformers."""
     return (lambda later: later) if cls is None else cls
 
@@ -169,14 +171,17 @@ def filter_forward_kwargs(batch: Mapping[str, Any], model: nn.Module) -> dict[st
     return {name: value for name, value in batch.items() if names is None or name in names}
 
 
-def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
+def copy_batch_with_cache_disabled(
+    batch: Mapping[str, Any], model: nn.Module, *, uses_gradient_checkpointing: bool
+) -> dict[str, Any]:
     """Return a copy of the batch that disables the key-value cache but keeps the default attention mask.
 
     transformers detects packed documents (``position_ids`` that restart) only if there is neither an ``attention_mask``
     nor a cache. To replace the cache, an attention mask of ones is added.
 
     Args:
-        is_checkpointed: whether transformers' gradient checkpointing is on, which disables the cache in training.
+        uses_gradient_checkpointing: whether transformers' gradient checkpointing is on, which disables the cache in
+            training.
     """
     named = inspect.signature(model.forward).parameters
     if "use_cache" not in named:
@@ -186,7 +191,7 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
     if uses_cache is None:
         get_text: Any = getattr(config, "get_text_config", None)
         text = config if get_text is None else get_text(decoder=True)
-        uses_cache = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
+        uses_cache = getattr(text, "use_cache", False) and not (uses_gradient_checkpointing and model.training)
     new = {"use_cache": False, **batch}
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     has_positions = batch.get("position_ids") is not None and batch.get("attention_mask") is None
@@ -195,12 +200,12 @@ def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, i
     return new
 
 
-def remove_kv_caches(model_output: Any, arg_names: Collection[str]) -> Any:
+def remove_kv_caches(model_output: Any, forward_arg_names: Collection[str]) -> Any:
     """Return a copy of a model's output without key-value caches, or None if the output has no cache.
 
     Args:
         model_output: the output of the forward pass.
-        arg_names: names of the forward pass's arguments. A field with one of these names that is not a single
+        forward_arg_names: names of the forward pass's arguments. A field with one of these names that is not a single
             tensor (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
     """
     if not isinstance(model_output, Mapping):
@@ -208,7 +213,7 @@ def remove_kv_caches(model_output: Any, arg_names: Collection[str]) -> Any:
     kept = {
         name: value
         for name, value in model_output.items()
-        if not is_kv_cache(value) and (name not in arg_names or isinstance(value, Tensor))
+        if not is_kv_cache(value) and (name not in forward_arg_names or isinstance(value, Tensor))
     }
     make: Any = type(model_output)
     return None if len(kept) == len(model_output) else make(**kept)

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.cli import build_app
-from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS, get_hook_arguments
+from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS, get_hook_constructor_arguments
 from shardformer.train_command.config_schema import TrainConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -124,7 +124,7 @@ def _hook(key: str) -> str:
     kind = KNOWN_HOOKS[key]
     about = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[0].replace("``", "`")
     about = re.sub(r"^(>>>|\.\.\.) .*\n?", "", about, flags=re.MULTILINE)
-    arguments: dict[str, Any] = dict(get_hook_arguments(kind))
+    arguments: dict[str, Any] = dict(get_hook_constructor_arguments(kind))
     if "directory" in arguments:
         default = f"folder/{FOLDERS.get(key, key)}".removesuffix("/.")
         arguments["directory"] = replace(arguments["directory"], default=default)

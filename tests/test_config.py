@@ -21,7 +21,7 @@ from shardformer.cli import build_app
 from shardformer.compat import ShardFormer
 from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig, ShardOptions
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.offload.host import OffloadConfig
 from shardformer.verify.small_models import SmallModelFactory
@@ -158,7 +158,7 @@ def default_layouts() -> dict[str, dict[str, int]]:
         return SmallModelFactory("gpt2")()
 
     def sizes(sharded: Any) -> dict[str, int]:
-        return {name: n for name, n in get_metadata(sharded).context.sizes.items() if n > 1}
+        return {name: n for name, n in get_sharding_metadata(sharded).context.sizes.items() if n > 1}
 
     plain = model()
     shardformer.shard_optimizer(plain, torch.optim.SGD(plain.parameters(), lr=0.1))

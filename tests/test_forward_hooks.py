@@ -108,7 +108,8 @@ def test_features_installed_in_any_order_train_identically() -> None:
     plain = SmallModelFactory("llama")()
     ways = list(permutations(["stage 3", "offload", "recorder"]))
     runs = [
-        run_as_threads(lambda context, way=way: installed_in(way, context, plain), data=2, in_turn=True) for way in ways
+        run_as_threads(lambda context, way=way: installed_in(way, context, plain), data=2, one_at_a_time=True)
+        for way in ways
     ]
     for run in runs:
         for (loss, weights, tables), (first_loss, first_weights, first_tables) in zip(run, runs[0], strict=True):

@@ -65,7 +65,7 @@ def test_a_snippet_of_the_page_equals_the_plain_script(piece: str, family: str) 
         if "text" in found:
             assert torch.equal(found["text"], expected["text"])
 
-    run_as_threads(do, tensor=2, in_turn=True)
+    run_as_threads(do, tensor=2, one_at_a_time=True)
 
 
 @pytest.mark.parametrize("piece", ["Gradient accumulation", "Clipping", "Loss scaling", "A learning rate schedule"])
@@ -80,7 +80,7 @@ def test_on_data_ranks_it_equals_training_on_both_batches(piece: str) -> None:
         for name, value in shardformer.full_state_dict(model).items():
             assert torch.allclose(value, whole[name], atol=ATOL), name
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)
 
 
 def compiled(sizes: dict[str, int]) -> bool:
@@ -88,7 +88,7 @@ def compiled(sizes: dict[str, int]) -> bool:
     # each layer is compiled, which takes seconds
     plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:1], 1
     whole = ran("torch.compile", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
-    model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
+    model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_default_process_group(sizes))
     ran("torch.compile", model, batches_of()[:2])
     return all(torch.allclose(x, whole[n], atol=ATOL) for n, x in shardformer.full_state_dict(model).items())
 

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from shardformer.train_command.build import KNOWN_HOOKS
-from shardformer.train_command.config_schema import TrainConfig, parse_config
+from shardformer.train_command.config_schema import TrainConfig, parse_train_config
 from tests.reference_pages import DOCS, PAGES
 
 
@@ -28,4 +28,4 @@ def test_every_key_and_hook_is_documented() -> None:
 
 def test_the_example_is_a_valid_config() -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert parse_config(tomllib.loads(example), "example").layout.tensor == 2
+    assert parse_train_config(tomllib.loads(example), "example").layout.tensor == 2

@@ -24,7 +24,7 @@ from shardformer.local_ranks.fake_rank import enable_fake_tensors
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.torch_patches import Patch
+from shardformer.torch_patches import LibraryPatch
 from shardformer.transformers_compat import DOCSTRING_PATCH
 from shardformer.verify.train_both import ForceFp64Mode
 from tests.policies.toy import ToyLM, ToyPolicy
@@ -65,7 +65,7 @@ def shard() -> None:
     run_as_threads(rank, tensor=2)
 
 
-def install_all() -> set[Patch]:
+def install_all() -> set[LibraryPatch]:
     """Install every patch. Return them, and those that are installed for the duration of a block."""
     shard()
     register_attention(ATTENTION_NAME, attention, None)
@@ -115,7 +115,7 @@ def test_the_documentation_lists_all_patches(nothing_installed: dict[str, Any]) 
 
 
 def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
-    library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
+    library, patch = SimpleNamespace(function=max), LibraryPatch("library.function", "test", "a test")
     torch_patches.install_patch(patch, lambda: torch_patches.replace_attribute(library, "function", min))
     library.function = sum
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
 
 
 def test_blocks_of_several_threads_share_a_patch_and_the_last_one_removes_it() -> None:
-    library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
+    library, patch = SimpleNamespace(function=max), LibraryPatch("library.function", "test", "a test")
     inside, leave = threading.Event(), threading.Event()
 
     def block() -> torch_patches.Undo:
@@ -167,7 +167,7 @@ def test_a_function_is_called_after_the_import_of_a_module(tmp_path: Path, monke
     (tmp_path / "imported_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     calls: list[int] = []
-    patch = Patch("sys.meta_path", "test", "a test")
+    patch = LibraryPatch("sys.meta_path", "test", "a test")
 
     def call() -> None:
         calls.append(sys.modules["imported_later"].value)

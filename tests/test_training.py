@@ -24,7 +24,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> Values:
     """Return the full gradients. Parameters without a gradient are omitted."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    axis, specs = get_metadata(model).context.tensor, get_shard_specs(model)
+    axis, specs = get_sharding_metadata(model).context.tensor, get_shard_specs(model)
     return {
         n: gather_full_tensor(p.grad, specs[n], lambda _: axis)
         for n, p in model.named_parameters()
@@ -82,7 +82,7 @@ def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) ->
     """Return the mean loss over the data ranks' shards, or on a sharded model the loss of this rank's shard."""
     batch = RandomBatchFactory(LANGUAGE_MODEL[family], sequence_length=sequence)(step)
     if is_sharded(model):
-        data = get_metadata(model).context.data
+        data = get_sharding_metadata(model).context.data
         each = len(batch["input_ids"]) // data.size
         batch = {k: v[data.rank * each : (data.rank + 1) * each] for k, v in batch.items()}
     loss: Tensor = model(**batch).loss
@@ -107,7 +107,7 @@ def side_by_side(
         ours = feature(shard_model(build(family), config=ShardConfig(context=context, **options)), family)
         return differences(ours, plain)
 
-    return run_as_threads(compare, tensor=tensor, data=data, in_turn=True)
+    return run_as_threads(compare, tensor=tensor, data=data, one_at_a_time=True)
 
 
 @cache
@@ -278,7 +278,7 @@ def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
 def _whole_loss(model: nn.Module, loss: Tensor) -> Tensor:
     if not is_sharded(model):
         return loss.detach()
-    every = all_gather_objects(loss.detach(), get_metadata(model).context.data)
+    every = all_gather_objects(loss.detach(), get_sharding_metadata(model).context.data)
     return torch.stack(every).mean()
 
 
@@ -469,7 +469,7 @@ DROPOUT = {
 
 def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_reentrant: bool) -> dict[str, Any]:
     """Return the gradients of one seed with stored and recomputed activations, and recomputed in a copy."""
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     model: Any = shard_model(build(family, **DROPOUT[family]), config=ShardConfig(context=context, **options))
     found, states = [], []
     for is_recomputed in (False, True, True):
@@ -575,7 +575,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
 
     plain = build(family).float()
     exact, plain_bf16 = run(plain, False), run(plain, True)
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     model: Any = shard_model(build(family).float(), config=ShardConfig(context=context, **options))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -609,7 +609,7 @@ def test_blocks_communicate_in_16_bit_under_autocast(pool2: WorkerPool) -> None:
 
 def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool]:
     """Return the bytes that the blocks of a step send in fp32 and under autocast, and whether a ring sends them."""
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     model: Any = shard_model(build("llama").float(), config=ShardConfig(context=context, **options))
     ring = mock.Mock(wraps=region.all_gather_matmul)
     cast, watched = (
@@ -666,7 +666,7 @@ def generated(model: Any, length: int) -> dict[str, Tensor]:
 
 def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Generate in the workers, whose random states differ."""
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     return generated(shard_model(to_generate(family), config=ShardConfig(context=context, **options)), length)
 
 
@@ -689,7 +689,7 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
     """Train, save, and load with transformers only."""
     trained: Any = build(family)
     _trained(trained, family, 0)
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     model: Any = shard_model(build(family), config=ShardConfig(context=context, **options))
     _trained(model, family, 0)
     state = full_state_dict(model)
@@ -727,7 +727,7 @@ def test_a_saved_model_with_a_data_axis_equals_the_plain_one(pool4: WorkerPool, 
 
 
 def saved_over_data(folder: str) -> float:
-    context = ParallelContext.from_world({"data": 2})
+    context = ParallelContext.from_default_process_group({"data": 2})
     model: Any = shard_model(build("llama"), config=ShardConfig(context=context))
     model.save_pretrained(folder)
     plain: Any = build("llama")

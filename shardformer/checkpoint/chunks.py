@@ -36,7 +36,7 @@ def intersect_chunks(first_chunk: ChunkBounds, second_chunk: ChunkBounds) -> Chu
 
 
 @dataclass(frozen=True, eq=False)
-class LocalChunk:
+class LocalTensorChunk:
     """A rectangular part of a full tensor, with the values that this rank stores.
 
     Args:
@@ -57,7 +57,7 @@ class LocalChunk:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorItem:
+class CheckpointTensor:
     """A tensor to save or load: its name, its full shape and this rank's chunks of it.
 
     Args:
@@ -71,7 +71,7 @@ class TensorItem:
     name: str
     shape: Offsets
     dtype: torch.dtype
-    chunks: Sequence[LocalChunk]
+    chunks: Sequence[LocalTensorChunk]
     is_checked: bool = True
 
 
@@ -101,23 +101,23 @@ class LocalTensorRegion:
         return prod(self.local_shape) if self.flat_range is None else self.flat_range.stop - self.flat_range.start
 
     @property
-    def is_full(self) -> bool:
+    def covers_full_tensor(self) -> bool:
         return self.numel == prod(self.shape)
 
     def allocate_buffer(self, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized CPU tensor for the elements that this rank stores."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
-    def make_tensor_item(self, tensor_name: str, buffer: Tensor) -> TensorItem:
-        """Create a ``TensorItem`` whose chunks are views of ``buffer``, which stores this rank's elements."""
-        return TensorItem(tensor_name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
+    def make_tensor_item(self, tensor_name: str, buffer: Tensor) -> CheckpointTensor:
+        """Create a ``CheckpointTensor`` whose chunks are views of ``buffer``, which stores this rank's elements."""
+        return CheckpointTensor(tensor_name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
-    def split_into_chunks(self, buffer: Tensor) -> list[LocalChunk]:
+    def split_into_chunks(self, buffer: Tensor) -> list[LocalTensorChunk]:
         """Split ``buffer``, which stores this rank's elements, into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
-            return [LocalChunk(box.full, box.view_in_local(buffer)) for box in boxes if all(box.size)]
+            return [LocalTensorChunk(box.full, box.view_in_local(buffer)) for box in boxes if all(box.size)]
         bounds = list(split_flat_range_into_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
         values = buffer.reshape(-1).split([prod(size) for _, size in bounds])
         chunks = []
@@ -125,7 +125,7 @@ class LocalTensorRegion:
             for (start, size), flat in zip(bounds, values, strict=True):
                 if (common := intersect_chunks((box.local, box.size), (start, size))) is not None:
                     full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
-                    chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).get_subview(*common)))
+                    chunks.append(LocalTensorChunk(full, LocalTensorChunk(start, flat.view(size)).get_subview(*common)))
         return chunks
 
 
@@ -145,22 +145,24 @@ def split_flat_range_into_chunks(shape: Offsets, start: int, end: int) -> Iterat
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(start, inner), divmod(end, inner)
     if first == last:
-        yield from _iter_row_chunks(shape, first, low, high)
+        yield from _split_range_of_row_into_chunks(shape, first, low, high)
         return
     if low:
-        yield from _iter_row_chunks(shape, first, low, inner)
+        yield from _split_range_of_row_into_chunks(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _iter_row_chunks(shape, last, 0, high)
+    yield from _split_range_of_row_into_chunks(shape, last, 0, high)
 
 
-def _iter_row_chunks(shape: Offsets, row_index: int, begin: int, end: int) -> Iterator[ChunkBounds]:
-    for start, size in split_flat_range_into_chunks(shape[1:], begin, end):
+def _split_range_of_row_into_chunks(
+    tensor_shape: Offsets, row_index: int, start_in_row: int, end_in_row: int
+) -> Iterator[ChunkBounds]:
+    for start, size in split_flat_range_into_chunks(tensor_shape[1:], start_in_row, end_in_row):
         yield (row_index, *start), (1, *size)
 
 
-def get_local_chunk_bounds(tensor_items: Sequence[TensorItem]) -> LocalChunks:
+def get_local_chunk_bounds(tensor_items: Sequence[CheckpointTensor]) -> LocalChunks:
     """Return the names and bounds of the tensor chunks that this rank stores, to send them to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in tensor_items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in tensor_items}
@@ -174,7 +176,9 @@ def exclude_tensors(local_chunks: LocalChunks, tensor_names: Container[str]) -> 
     }
 
 
-def assign_chunks_to_write(tensor_items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+def assign_chunks_to_write(
+    tensor_items: Sequence[CheckpointTensor], world: Axis
+) -> dict[NamedChunk, list[ChunkBounds]]:
     """Choose one rank to write each tensor element, and return the chunks that this rank must write.
 
     Communicates one gather of all ranks' chunk bounds.
@@ -193,7 +197,7 @@ def select_chunks_to_write(chunks_by_rank: Sequence[LocalChunks], world: Axis) -
         tensors |= local_tensors
         for chunk in chunks:
             owners.setdefault(chunk, []).append(rank)
-    overlapping = _find_overlapping_tensors(owners, tensors)
+    overlapping = _find_tensors_with_overlapping_chunks(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
     assigned: dict[NamedChunk, list[ChunkBounds]] = {}
@@ -210,20 +214,24 @@ def select_chunks_to_write(chunks_by_rank: Sequence[LocalChunks], world: Axis) -
     return assigned
 
 
-def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
+def _find_tensors_with_overlapping_chunks(
+    chunks: Iterable[NamedChunk], shape_and_itemsize_by_tensor: dict[str, tuple[Offsets, int]]
+) -> set[str]:
     numel: Counter[str] = Counter()
     for name, _, size in chunks:
         numel[name] += prod(size)
-    return {name for name, count in numel.items() if count != prod(tensors[name][0])}
+    return {name for name, count in numel.items() if count != prod(shape_and_itemsize_by_tensor[name][0])}
 
 
-def subtract_chunks(chunk: ChunkBounds, other_chunks: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Split the part of ``chunk`` that does not overlap ``other_chunks`` into smaller chunks.
+def subtract_chunks(chunk: ChunkBounds, chunks_to_subtract: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
+    """Split the part of ``chunk`` that does not overlap ``chunks_to_subtract`` into smaller chunks.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in other_chunks if (common := intersect_chunks(chunk, other)) is not None), None)
+    found = next(
+        (common for other in chunks_to_subtract if (common := intersect_chunks(chunk, other)) is not None), None
+    )
     if found is None:
         yield chunk
         return
@@ -232,5 +240,5 @@ def subtract_chunks(chunk: ChunkBounds, other_chunks: Sequence[ChunkBounds]) -> 
         for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
             if a < b:
                 box = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
-                yield from subtract_chunks(box, other_chunks)
+                yield from subtract_chunks(box, chunks_to_subtract)
         start[dim], size[dim] = low, n

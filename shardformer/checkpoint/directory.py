@@ -26,10 +26,10 @@ from torch import nn
 from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_save_number_and_time
 from shardformer.checkpoint.retention import (
     STEP_NAME,
-    delete_hidden_folder,
     list_checkpoint_folders,
     list_checkpoints_with_save_times,
     move_user_files,
+    move_user_files_and_delete_folder,
 )
 from shardformer.errors import ConfigError
 from shardformer.filesystem import (
@@ -38,7 +38,7 @@ from shardformer.filesystem import (
     acquire_folder_lock,
     check_folder_lock_is_held,
     make_temporary_path,
-    move_into_place,
+    move_into_place_and_keep_backup,
     parse_temporary_name,
     remove_file_or_folder,
     replace_text_atomically,
@@ -57,17 +57,17 @@ _RESUMED_FROM = "_shardformer_goes_on"
 """Attribute of a model: real paths of the directories it was resumed from."""
 
 
-def get_step_folder(root: Path, step: int) -> Path:
+def get_checkpoint_folder(checkpoint_root: Path, step: int) -> Path:
     """Return the path of the checkpoint of a training step, such as ``root/step-00000100``."""
-    return root / f"step-{step:08d}"
+    return checkpoint_root / f"step-{step:08d}"
 
 
-def make_hidden_checkpoint_path(root: Path, step: int) -> Path:
+def make_temporary_checkpoint_path(checkpoint_root: Path, step: int) -> Path:
     """Return a new hidden path at which a checkpoint is stored until it is complete."""
-    return make_temporary_path(get_step_folder(root, step))
+    return make_temporary_path(get_checkpoint_folder(checkpoint_root, step))
 
 
-def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
+def lock_checkpoint_directory(checkpoint_root: Path, step: int, model: nn.Module) -> bool:
     """Lock a checkpoint directory for one model, and delete unfinished checkpoints of killed processes.
 
     Called on the first rank before a save. The lock is released when ``model`` is deleted.
@@ -80,24 +80,25 @@ def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
         ConfigError: another process has the lock, another model of this process saved the step, or a file or symbolic
             link has the name of the checkpoint.
     """
-    if root.exists() and not root.is_dir():
+    if checkpoint_root.exists() and not checkpoint_root.is_dir():
         raise ConfigError(
-            f"Cannot save a checkpoint to {root}, because it is a file.", remedy="Pass the path of a directory."
+            f"Cannot save a checkpoint to {checkpoint_root}, because it is a file.",
+            remedy="Pass the path of a directory.",
         )
-    named = get_step_folder(root, step)
+    named = get_checkpoint_folder(checkpoint_root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         kind = "symbolic link" if named.is_symlink() else "file"
         raise ConfigError(
             f"Cannot save the checkpoint {named}, because a {kind} with this name exists.",
             remedy="Rename or delete it, or save to another directory.",
         )
-    if _is_saved_by_another_model(named, model):
+    if _was_saved_by_another_model(named, model):
         raise ConfigError(
             f"Cannot replace the checkpoint {named}, because another model of this process saved it.",
             remedy="Save each model to its own directory.",
         )
-    is_new = acquire_folder_lock(root, model)
-    for path in root.glob(".*"):
+    is_new = acquire_folder_lock(checkpoint_root, model)
+    for path in checkpoint_root.glob(".*"):
         found = parse_temporary_name(path)
         if found is None or not (STEP_NAME.fullmatch(found.target_name) or found.target_name == LATEST):
             continue
@@ -106,12 +107,12 @@ def lock_checkpoint_directory(root: Path, step: int, model: nn.Module) -> bool:
         if found.purpose == SAVING:
             remove_file_or_folder(path)
         elif found.purpose == DROPPED:
-            delete_hidden_folder(path, root / found.target_name)
+            move_user_files_and_delete_folder(path, checkpoint_root / found.target_name)
     _SAVED[os.path.realpath(named)] = ref(model)
     return is_new
 
 
-def _is_saved_by_another_model(checkpoint_path: Path, model: nn.Module) -> bool:
+def _was_saved_by_another_model(checkpoint_path: Path, model: nn.Module) -> bool:
     """Return whether another model in this process saved the checkpoint at ``checkpoint_path``."""
     saved = _SAVED.get(os.path.realpath(checkpoint_path), lambda: None)
     goes_on = os.path.realpath(checkpoint_path.parent) in model.__dict__.get(_RESUMED_FROM, ())
@@ -131,39 +132,41 @@ def get_checkpoint_directories(model: nn.Module) -> set[str]:
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
-def record_resumed_directories(model: nn.Module, directories: Iterable[str]) -> None:
+def record_resumed_checkpoint_dirs(model: nn.Module, checkpoint_dirs: Iterable[str]) -> None:
     """Allow the model to replace checkpoints in the directories from which it was resumed."""
-    model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, directories)}
+    model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, checkpoint_dirs)}
 
 
-def wait_for_hidden_folder(hidden_folder: Path) -> None:
+def wait_until_folder_exists(temporary_folder: Path) -> None:
     """Wait until this host sees the folder that rank 0 created. Raises ConfigError if it never appears."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
-    while not hidden_folder.is_dir():
+    while not temporary_folder.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"Host {platform.node()} cannot see the checkpoint directory {hidden_folder.parent} of rank 0.",
+                f"Host {platform.node()} cannot see the checkpoint directory {temporary_folder.parent} of rank 0.",
                 remedy="Save to a directory on a file system that all hosts share.",
             )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.1)
 
 
-def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, sync_to_disk: bool) -> Path:
+def move_checkpoint_into_place(
+    temporary_folder: Path, checkpoint_root: Path, checkpoint_index: CheckpointIndex, *, sync_to_disk: bool
+) -> Path:
     """Rename a complete checkpoint to its final name, and write this name to the file ``latest``.
 
     The checkpoint gets the next save number and replaces an older checkpoint of the same step. Raises OSError, and
     InputError if another process took the lock.
     """
-    named = get_step_folder(root, index.step)
+    named = get_checkpoint_folder(checkpoint_root, checkpoint_index.step)
     with _RENAME_LOCK:
-        check_folder_lock_is_held(root)
-        index.number = 1 + max(
-            (read_save_number_and_time(each)[0] for each in list_checkpoint_folders(root)), default=0
+        check_folder_lock_is_held(checkpoint_root)
+        checkpoint_index.number = 1 + max(
+            (read_save_number_and_time(each)[0] for each in list_checkpoint_folders(checkpoint_root)), default=0
         )
-        index.write(folder, sync_to_disk=sync_to_disk)
-        move_user_files(move_into_place(folder, named), named)
-        replace_text_atomically(root / LATEST, f"{named.name}\n", sync_to_disk=sync_to_disk)
+        checkpoint_index.write(temporary_folder, sync_to_disk=sync_to_disk)
+        move_user_files(move_into_place_and_keep_backup(temporary_folder, named), named)
+        replace_text_atomically(checkpoint_root / LATEST, f"{named.name}\n", sync_to_disk=sync_to_disk)
     return named
 
 
@@ -186,8 +189,8 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
     yield from (folder for folder, _ in pairs)
 
 
-def _suggest_checkpoint_path(path: Path) -> str:
-    above = next((p for p in path.parents if p.is_dir()), Path())
+def _suggest_checkpoint_path(searched_path: Path) -> str:
+    above = next((p for p in searched_path.parents if p.is_dir()), Path())
     inside = (
         sorted(p.parent for p in above.glob(f"*/{INDEX_FILE}"))[:4]
         + sorted(p.parent for p in above.glob(f"*/{LATEST}"))[:4]

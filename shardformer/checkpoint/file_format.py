@@ -113,7 +113,7 @@ class SavedChunk(NamedTuple):
 
 
 @dataclass
-class IndexEntry:
+class TensorIndexEntry:
     """The entry of one tensor in the index of a checkpoint: its dtype, its full shape and its saved chunks."""
 
     dtype: str
@@ -137,7 +137,7 @@ class CheckpointIndex:
     step: int
     saved_at: float
     sizes: dict[str, int]
-    tensors: dict[str, IndexEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorIndexEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     number: int = 0
 
@@ -185,7 +185,7 @@ class CheckpointIndex:
                 remedy="Load it with the version of shardformer that saved it.",
             )
         tensors = {
-            name: IndexEntry(dtype, tuple(shape), [decode_saved_chunk(box) for box in boxes])
+            name: TensorIndexEntry(dtype, tuple(shape), [decode_saved_chunk(box) for box in boxes])
             for name, (dtype, shape, boxes) in json_values.pop("tensors").items()
         }
         for name, entry in tensors.items():
@@ -193,7 +193,7 @@ class CheckpointIndex:
         return cls(tensors=tensors, **json_values)
 
 
-def _check_index_entry(tensor_name: str, index_entry: IndexEntry) -> None:
+def _check_index_entry(tensor_name: str, index_entry: TensorIndexEntry) -> None:
     """Raise ValueError if an index entry has an unknown dtype or an invalid chunk.
 
     Entries refer to files by number, so that a damaged index cannot refer to files outside the checkpoint.
@@ -211,10 +211,10 @@ def _check_index_entry(tensor_name: str, index_entry: IndexEntry) -> None:
             )
 
 
-def read_save_number_and_time(folder: Path) -> tuple[int, float]:
+def read_save_number_and_time(checkpoint_folder: Path) -> tuple[int, float]:
     """Return the save number and the save time of a checkpoint, or zeros if its index is unreadable."""
     try:
-        with (folder / INDEX_FILE).open("rb") as file:
+        with (checkpoint_folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
         return int(head.get("number", 0)), float(head["saved_at"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -250,9 +250,9 @@ def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def get_chunk_key(tensor_name: str, start: Offsets) -> str:
+def get_safetensors_chunk_key(tensor_name: str, chunk_start: Offsets) -> str:
     """Return the key under which a safetensors file stores a chunk of a tensor, such as ``weight@0,128``."""
-    return f"{tensor_name}@{','.join(map(str, start))}"
+    return f"{tensor_name}@{','.join(map(str, chunk_start))}"
 
 
 class TensorToWrite(NamedTuple):
@@ -315,7 +315,7 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, s
     write_safetensors_file(
         path,
         [
-            TensorToWrite(get_chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
+            TensorToWrite(get_safetensors_chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
             for n, start, x in chunks
         ],
         sync_to_disk=sync_to_disk,
@@ -333,7 +333,7 @@ def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
         )
 
 
-def find_overlapping_chunks(index_entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
+def find_overlapping_chunks(index_entry: TensorIndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
     """Yield each saved chunk of a tensor that overlaps ``chunk``, as its number and the overlap."""
     for number, box in enumerate(index_entry.chunks):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
@@ -345,22 +345,22 @@ KIND, MOST = "$", 2**12
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
-def encode_json_value(value: Any, value_location: str) -> Any:
+def encode_json_value(value: Any, name_in_error: str) -> Any:
     """Convert a Python value to JSON, and raise InputError if its type is not supported.
 
-    ``value_location`` is the name of the value in the error message.
+    ``name_in_error`` is the name of the value in the error message.
     """
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
-        return [encode_json_value(each, f"{value_location}[{i}]") for i, each in enumerate(value)]
+        return [encode_json_value(each, f"{name_in_error}[{i}]") for i, each in enumerate(value)]
     for kind, of in _SEQUENCES.items():
         if type(value) is of or (kind == "tuple" and isinstance(value, (tuple, torch.Size))):
-            entries = [encode_json_value(each, f"{value_location}[{i}]") for i, each in enumerate(value)]
+            entries = [encode_json_value(each, f"{name_in_error}[{i}]") for i, each in enumerate(value)]
             return {KIND: kind, "of": sorted(entries, key=repr) if kind == "set" else entries}
     if type(value) in (dict, Counter, OrderedDict, defaultdict):
         pairs = [
-            (encode_json_value(k, f"a key of {value_location}"), encode_json_value(v, f"{value_location}[{k!r}]"))
+            (encode_json_value(k, f"a key of {name_in_error}"), encode_json_value(v, f"{name_in_error}[{k!r}]"))
             for k, v in value.items()
         ]
         if type(value) is Counter or KIND in value or not all(type(k) is str for k in value):
@@ -375,7 +375,7 @@ def encode_json_value(value: Any, value_location: str) -> Any:
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
-        f"{value_location} is a {type_name}, which cannot be saved in a checkpoint.",
+        f"{name_in_error} is a {type_name}, which cannot be saved in a checkpoint.",
         remedy=f"Pass its state_dict(), or numbers, strings, tensors or arrays with up to {MOST} elements, or lists, "
         "tuples, sets or dictionaries of these.",
     )

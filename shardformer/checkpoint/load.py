@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, LocalTensorRegion, TensorItem, assign_chunks_to_write
+from shardformer.checkpoint.chunks import CheckpointTensor, ChunkBounds, LocalTensorRegion, assign_chunks_to_write
 from shardformer.checkpoint.file_format import HEADER_BYTES, CheckpointIndex, SavedChunk, make_corruption_error
 from shardformer.checkpoint.training_state import (
     EXTRA_STATE,
     KAHAN_RESIDUALS,
     MASTER_WEIGHTS,
     WEIGHTS,
-    ModelTensors,
+    ModelCheckpointTensors,
     Optimizers,
     OptimizerStates,
     Schedulers,
@@ -45,8 +45,8 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.filesystem import to_absolute_path
 from shardformer.mesh.parallel_context import Axis
-from shardformer.public_names import deprecate_renamed_parameters
-from shardformer.zero.flat_shards import FlatShard, ParamSlice
+from shardformer.public_names import deprecate_renamed_function_arguments
+from shardformer.zero.flat_shards import FlatParamShard, ParamSlice
 from shardformer.zero.optimizer_state_view import rollback_optimizers_on_error
 
 LONG = 2**16
@@ -54,24 +54,24 @@ LONG = 2**16
 BITS = 2**64
 
 
-class ChunkReader:
+class CheckpointChunkReader:
     """Reads tensor chunks from the files of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[int, _ShardFile] = {}
+        self._files: dict[int, _SafetensorsFile] = {}
         self.num_bytes = 0
 
-    def read_chunk_part(self, tensor_name: str, saved_chunk: SavedChunk, bounds: ChunkBounds, out: Tensor) -> None:
-        """Read the part of a saved chunk within ``bounds`` into ``out``. Raises CorruptCheckpointError."""
+    def read_chunk_part(self, tensor_name: str, saved_chunk: SavedChunk, part_bounds: ChunkBounds, out: Tensor) -> None:
+        """Read the part of a saved chunk within ``part_bounds`` into ``out``. Raises CorruptCheckpointError."""
         path, key = (
             self._folder / file_format.get_rank_file_name(saved_chunk.file_index),
-            file_format.get_chunk_key(tensor_name, saved_chunk.start),
+            file_format.get_safetensors_chunk_key(tensor_name, saved_chunk.start),
         )
         try:
             if saved_chunk.file_index not in self._files:
-                self._files[saved_chunk.file_index] = _ShardFile(path)
-            self._files[saved_chunk.file_index].read_chunk_part(key, saved_chunk, bounds[0], out)
+                self._files[saved_chunk.file_index] = _SafetensorsFile(path)
+            self._files[saved_chunk.file_index].read_chunk_part(key, saved_chunk, part_bounds[0], out)
         except FileNotFoundError:
             raise make_corruption_error(f"The checkpoint file {path} is missing.") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -84,7 +84,7 @@ class ChunkReader:
         self._files = {}
 
 
-class _ShardFile:
+class _SafetensorsFile:
     """An open safetensors file of a checkpoint, with its parsed header."""
 
     def __init__(self, path: Path) -> None:
@@ -105,12 +105,14 @@ class _ShardFile:
         self._data_offset = HEADER_BYTES + length
         self._mapped: Tensor | None = None
 
-    def read_chunk_part(self, tensor_key: str, saved_chunk: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
-        """Read the part of a saved chunk that begins at ``start`` in the full tensor into ``out``.
+    def read_chunk_part(
+        self, chunk_key: str, saved_chunk: SavedChunk, part_start: tuple[int, ...], out: Tensor
+    ) -> None:
+        """Read the part of a saved chunk that begins at ``part_start`` in the full tensor into ``out``.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
-        entry = self._header[tensor_key]
+        entry = self._header[chunk_key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
         expected = (
@@ -119,10 +121,10 @@ class _ShardFile:
         )
         if found != expected or low < 0:
             raise ValueError(
-                f"{tensor_key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
+                f"{chunk_key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
             )
         offset = self._data_offset + int(low)
-        start = tuple(a - o for a, o in zip(start, saved_chunk.start, strict=True))
+        part_start = tuple(a - o for a, o in zip(part_start, saved_chunk.start, strict=True))
         row, dim = out.element_size(), out.dim() - 1
         while dim > 0 and out.shape[dim] == saved_chunk.size[dim]:
             row *= saved_chunk.size[dim]
@@ -130,7 +132,7 @@ class _ShardFile:
         # elements are contiguous in the chunk from dim on, and in ``out`` if it is contiguous
         run = row * (out.shape[dim] if out.dim() else 1)
         if run < LONG and out.nbytes > run:
-            out.copy_(self._read_short_rows(out, offset, start, saved_chunk))
+            out.copy_(self._read_short_rows_from_mmap(out, offset, part_start, saved_chunk))
             return
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
         numbers: Any = target.reshape(-1).view(torch.uint8).numpy()
@@ -138,33 +140,42 @@ class _ShardFile:
         strides = [out.element_size() * prod(saved_chunk.size[dim + 1 :]) for dim in range(out.dim())]
         outer = torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:dim])).view(-1, dim) if dim > 0 else [()]
         for number, index in enumerate(outer):
-            place = [a + int(i) for a, i in zip(start, index, strict=False)] + list(start[max(dim, 0) :])
+            place = [a + int(i) for a, i in zip(part_start, index, strict=False)] + list(part_start[max(dim, 0) :])
             row_offset = offset + sum(i * stride for i, stride in zip(place, strides, strict=True))
             self._read_into_buffer(data[number * run : (number + 1) * run], row_offset)
         if target is not out:
             out.copy_(target)
 
-    def _read_into_buffer(self, buffer: memoryview, offset: int) -> None:
+    def _read_into_buffer(self, buffer: memoryview, file_offset: int) -> None:
         while len(buffer):
-            count = os.preadv(self.descriptor, [buffer], offset)
+            count = os.preadv(self.descriptor, [buffer], file_offset)
             if count == 0:
                 raise ValueError("The file is truncated.")
-            buffer, offset = buffer[count:], offset + count
+            buffer, file_offset = buffer[count:], file_offset + count
 
-    def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved_chunk: SavedChunk) -> Tensor:
+    def _read_short_rows_from_mmap(
+        self, like_tensor: Tensor, chunk_file_offset: int, start_in_chunk: tuple[int, ...], saved_chunk: SavedChunk
+    ) -> Tensor:
         """Read many short rows through a memory-mapped file, so that only the required pages are loaded."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
-        width = out.element_size()
+        width = like_tensor.element_size()
         num_bytes = prod(saved_chunk.size) * width
-        rows = self._mapped[offset : offset + num_bytes].view(*saved_chunk.size[:-1], saved_chunk.size[-1] * width)
-        inner = slice(start[-1] * width, (start[-1] + out.shape[-1]) * width)
-        outer = tuple(slice(a, a + n) for a, n in zip(start[:-1], out.shape[:-1], strict=True))
-        return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(out.dtype)
+        rows = self._mapped[chunk_file_offset : chunk_file_offset + num_bytes].view(
+            *saved_chunk.size[:-1], saved_chunk.size[-1] * width
+        )
+        inner = slice(start_in_chunk[-1] * width, (start_in_chunk[-1] + like_tensor.shape[-1]) * width)
+        outer = tuple(slice(a, a + n) for a, n in zip(start_in_chunk[:-1], like_tensor.shape[:-1], strict=True))
+        return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(like_tensor.dtype)
 
 
-def read_tensor_items(folder: Path, index: CheckpointIndex, tensor_items: Sequence[TensorItem], world: Axis) -> int:
+def read_checkpoint_tensors(
+    checkpoint_folder: Path,
+    checkpoint_index: CheckpointIndex,
+    checkpoint_tensors: Sequence[CheckpointTensor],
+    world: Axis,
+) -> int:
     """Read this rank's shards of all tensors from a checkpoint, and verify the checksums of the tensors.
 
     Returns the number of bytes read. Each rank reads only its own chunks. For each element, one rank adds its
@@ -173,26 +184,28 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, tensor_items: Sequen
 
     Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
-    rows = _number_saved_chunks(index, tensor_items, world)
-    assigned = assign_chunks_to_write([item for item in tensor_items if item.is_checked], world)
+    rows = _number_saved_chunks(checkpoint_index, checkpoint_tensors, world)
+    assigned = assign_chunks_to_write([item for item in checkpoint_tensors if item.is_checked], world)
     sums = torch.zeros(len(rows), 2, dtype=torch.int64)
-    reader = ChunkReader(folder)
+    reader = CheckpointChunkReader(checkpoint_folder)
 
     def read_local_items() -> None:
-        for item in tensor_items:
-            saved = index.tensors[item.name].chunks
+        for item in checkpoint_tensors:
+            saved = checkpoint_index.tensors[item.name].chunks
             for chunk in item.chunks:
                 count = 0
-                for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], chunk.bounds):
+                for number, bounds in file_format.find_overlapping_chunks(
+                    checkpoint_index.tensors[item.name], chunk.bounds
+                ):
                     reader.read_chunk_part(item.name, saved[number], bounds, chunk.get_subview(*bounds))
                     count += prod(bounds[1])
                 if count != (expected := chunk.values.numel()):
                     raise make_corruption_error(
-                        f"Expected {expected} elements of the requested chunk of {item.name}, but {folder} contains "
-                        f"{count}."
+                        f"Expected {expected} elements of the requested chunk of {item.name}, but {checkpoint_folder} "
+                        f"contains {count}."
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
-                    for number, bounds in file_format.find_overlapping_chunks(index.tensors[item.name], box):
+                    for number, bounds in file_format.find_overlapping_chunks(checkpoint_index.tensors[item.name], box):
                         row = sums[rows[item.name, number]]
                         total = (
                             int(row[0]) + file_format.compute_chunk_checksum(chunk.get_subview(*bounds), bounds[0])
@@ -201,13 +214,14 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, tensor_items: Sequen
                         row[1] += prod(bounds[1])
 
     try:
-        run_on_all_ranks(read_local_items, world, f"Reading {folder}")
+        run_on_all_ranks(read_local_items, world, f"Reading {checkpoint_folder}")
     finally:
         reader.close()
     sums = all_reduce(sums, world, purpose="setup")
     for (name, number), (total, count) in zip(rows, sums.tolist(), strict=True):
-        box = index.tensors[name].chunks[number]
-        chunk = f"the chunk of {name} at {list(box.start)} in {folder / file_format.get_rank_file_name(box.file_index)}"
+        box = checkpoint_index.tensors[name].chunks[number]
+        file = checkpoint_folder / file_format.get_rank_file_name(box.file_index)
+        chunk = f"the chunk of {name} at {list(box.start)} in {file}"
         if count != (expected := prod(box.size)):
             raise make_corruption_error(f"Read {count} elements of {chunk}, but expected {expected}.")
         if total % BITS != box.checksum:
@@ -216,7 +230,7 @@ def read_tensor_items(folder: Path, index: CheckpointIndex, tensor_items: Sequen
 
 
 def _number_saved_chunks(
-    index: CheckpointIndex, tensor_items: Sequence[TensorItem], world: Axis
+    index: CheckpointIndex, tensor_items: Sequence[CheckpointTensor], world: Axis
 ) -> dict[tuple[str, int], int]:
     """Number the saved chunks of all tensors that any rank loads, identically on every rank."""
     local = {item.name for item in tensor_items}
@@ -239,27 +253,27 @@ class LoadPlan:
         self,
         index: CheckpointIndex,
         checkpoint_name: str | Path,
-        model_tensors: ModelTensors,
+        model_tensors: ModelCheckpointTensors,
         optimizer_states: Sequence[OptimizerStates],
         schedulers: Sequence[Any] = (),
     ) -> None:
         self.index, self._where, self._tensors = index, checkpoint_name, model_tensors
-        self.items: list[TensorItem] = []
+        self.items: list[CheckpointTensor] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> (name of the saved tensor, buffer)
         self._schedulers, self._has_optimizer = schedulers, bool(optimizer_states)
         self._optimizers = [each.optimizer for each in optimizer_states]
         self._load_states: list[Callable[[], object]] = []  # code of optimizers, which may fail
         self._copy_values: list[Callable[[], object]] = []
-        self._has_same_data_axis = index.sizes.get("data", 1) == model_tensors.axis_sizes.get("data", 1)
+        self._has_same_data_axis = index.sizes.get("data", 1) == model_tensors.mesh_axis_sizes.get("data", 1)
         self.has_random = self._has_optimizer and self._has_same_data_axis
         self._kind, self._saved_kind = type(model_tensors.model).__name__, index.values["model"]
         self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
 
         def build_plan() -> None:
-            self._check_model_tensors()
+            self._check_model_tensors_match_checkpoint()
             self._add_model_tensors()
             self._add_optimizer_states(optimizer_states)
-            self._check_schedulers()
+            self._check_scheduler_classes_match()
             if self.has_random:
                 self._add_rng_states()
 
@@ -273,7 +287,7 @@ class LoadPlan:
 
     # --- the model
 
-    def _check_model_tensors(self) -> None:
+    def _check_model_tensors_match_checkpoint(self) -> None:
         for name, tensor in self._tensors.tensors.items():
             shape = self._tensors.get_local_region(tensor).shape
             if name not in self._saved:
@@ -301,7 +315,7 @@ class LoadPlan:
 
     def _add_model_tensors(self) -> None:
         zero, data = self._tensors.zero, self._tensors.mesh_coords.get("data", 0)
-        gathered = self._tensors.gathered_param_ids
+        gathered = self._tensors.zero_stage3_param_ids
         for name, tensor in self._tensors.tensors.items():
             if id(tensor) not in gathered:
                 buffer = get_buffer_key(data, name)
@@ -324,9 +338,9 @@ class LoadPlan:
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{param_name}"
 
-    def _add_zero_param_slice(self, shard: FlatShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
+    def _add_zero_param_slice(self, shard: FlatParamShard, param_slice: ParamSlice, *, is_trained: bool) -> None:
         name, region = (
-            self._tensors.get_slice_param_name(param_slice),
+            self._tensors.get_param_name(param_slice),
             self._tensors.get_param_slice_region(param_slice),
         )
         source = self._choose_weight_source(name, shard.wide_dtype if is_trained else shard.dtype)
@@ -361,14 +375,14 @@ class LoadPlan:
             getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
         )
         for each, values in zip(optimizer_states, saved if optimizer_states else (), strict=True):
-            each.check_saved_state(values)
+            each.check_saved_state_is_compatible(values)
             read = [
                 (slot, key, self._add_tensor_to_read(name, region))
-                for slot, key, name, region in each.iter_saved_states(self.index)
+                for slot, key, name, region in each.iter_saved_state_tensors(self.index)
             ]
             self._load_states.append(partial(each.load_saved_state, values, read, keep_saved_dtype=has_saved_dtypes))
 
-    def _check_schedulers(self) -> None:
+    def _check_scheduler_classes_match(self) -> None:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
         passed = [type(each).__name__ for each in self._schedulers]
         if passed and saved != passed:
@@ -384,7 +398,7 @@ class LoadPlan:
         Under another layout, the states of the first rank with the same data rank are restored.
         """
         coords, saved = self._tensors.mesh_coords, self.index.values["coords"]
-        same_layout = self.index.sizes == self._tensors.axis_sizes
+        same_layout = self.index.sizes == self._tensors.mesh_axis_sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
         same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
         rank = (same_place or same_data)[0]
@@ -399,7 +413,7 @@ class LoadPlan:
     # --- after reading
 
     @torch.no_grad()
-    def commit(self, on_loaded: Callable[[], object] = lambda: None) -> None:
+    def apply_loaded_state(self, on_loaded: Callable[[], object] = lambda: None) -> None:
         """Copy the loaded state into the model, the optimizers and the schedulers.
 
         The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``on_loaded``. If one of
@@ -475,7 +489,7 @@ class LoadedCheckpoint:
     has_random: bool = True
 
 
-@deprecate_renamed_parameters({"folder": "directory"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_function_arguments({"folder": "directory"}, ("directory", "model", "optimizer"))
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Schedulers = None
 ) -> LoadedCheckpoint:
@@ -517,7 +531,7 @@ def load_checkpoint_with_callback(
         on_loaded: called on every rank before the parameters are overwritten. If it raises on one rank, all ranks
             restore the previous state. The caller must undo the effects of ``on_loaded`` itself.
     """
-    tensors = ModelTensors(model)
+    tensors = ModelCheckpointTensors(model)
     wait_for_all_ranks("load_checkpoint", tensors.world)
     states = run_on_all_ranks(lambda: collect_optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
@@ -531,7 +545,7 @@ def load_checkpoint_with_callback(
             loaded = Path(name)
             index = run_on_all_ranks(partial(CheckpointIndex.read, loaded), tensors.world, f"Loading {loaded}")
             loading = LoadPlan(index, loaded, tensors, states, as_list(scheduler))
-            num_bytes = read_tensor_items(loaded, index, loading.items, tensors.world)
+            num_bytes = read_checkpoint_tensors(loaded, index, loading.items, tensors.world)
             break
         except file_format.CorruptCheckpointError as error:
             tried.append(error.what)
@@ -539,6 +553,6 @@ def load_checkpoint_with_callback(
                 raise
     extra = file_format.decode_json_value(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
-    loading.commit(partial(on_loaded, made))
-    checkpoint_directory.record_resumed_directories(tensors.model, [str(loaded.parent)])
+    loading.apply_loaded_state(partial(on_loaded, made))
+    checkpoint_directory.record_resumed_checkpoint_dirs(tensors.model, [str(loaded.parent)])
     return made

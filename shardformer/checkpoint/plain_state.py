@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import LocalTensorRegion
 from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value, encode_json_value
-from shardformer.checkpoint.load import ChunkReader
+from shardformer.checkpoint.load import CheckpointChunkReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import (
-    ModelTensors,
+    ModelCheckpointTensors,
     OptimizerStates,
     OptimizerTensor,
     collect_optimizer_states,
@@ -38,7 +38,9 @@ Groups = list[list[str]]
 FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the optimizer state"
 
 
-def gather_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
+def gather_full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, shared_directory: str | os.PathLike[str]
+) -> Any:
     """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
 
     The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
@@ -47,12 +49,12 @@ def gather_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, dir
 
     Args:
         optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
-        directory: an existing directory that all ranks can write to.
+        shared_directory: an existing directory that all ranks can write to.
     """
-    tensors, place = ModelTensors(model), Path(directory) / FOLDER
+    tensors, place = ModelCheckpointTensors(model), Path(shared_directory) / FOLDER
     _, groups = _collect_states_and_param_groups(optimizer, tensors)
     with prepare_save(place, model, optimizer) as job:
-        snapshot = job.snapshot
+        snapshot = job.rank_data
         snapshot.entries = {name: entry for name, entry in snapshot.entries.items() if name.startswith(PREFIX)}
         snapshot.chunks = [chunk for chunk in snapshot.chunks if chunk[0].startswith(PREFIX)]
         path = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=False))
@@ -66,7 +68,7 @@ def gather_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, dir
             release_folder_lock(place, tensors.model)
             remove_file_or_folder(place)
 
-    return run_on_all_ranks(read_state_dict, tensors.world, f"Saving the optimizer into {directory}")
+    return run_on_all_ranks(read_state_dict, tensors.world, f"Saving the optimizer into {shared_directory}")
 
 
 def _read_optimizer_state_dict(checkpoint_path: Path, param_names_by_group: Groups) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _read_optimizer_state_dict(checkpoint_path: Path, param_names_by_group: Grou
     state: dict[int, dict[str, Any]] = {}
     for name, scalars in values["scalars"].items():
         state[numbers[name]] = {key: decode_json_value(value) for key, value in scalars.items()}
-    with closing(ChunkReader(checkpoint_path)) as reader:
+    with closing(CheckpointChunkReader(checkpoint_path)) as reader:
         for full_name, entry in index.tensors.items():
             _, key, name = full_name.split("/", 2)
             full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -100,7 +102,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     Raises:
         ConfigError: the state dict has different parameter groups. Raised on all ranks.
     """
-    tensors = ModelTensors(model)
+    tensors = ModelCheckpointTensors(model)
     states, groups = _collect_states_and_param_groups(optimizer, tensors)
 
     def load_on_all_ranks() -> None:
@@ -112,7 +114,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
 
 
 def _collect_states_and_param_groups(
-    optimizer: Optimizer, model_tensors: ModelTensors
+    optimizer: Optimizer, model_tensors: ModelCheckpointTensors
 ) -> tuple[OptimizerStates, Groups]:
     """Return an optimizer's state and the parameter names of each parameter group."""
 
@@ -184,7 +186,11 @@ def _iter_local_state_tensors(
     """Yield this rank's shard of each optimizer state tensor."""
     for slot in optimizer_states.iter_optimizer_tensors():
         for key, full in tensors_by_param.get(slot.name, {}).items():
-            yield slot, key, _copy_local_region(full, optimizer_states.get_state_region(key, tuple(full.shape), slot))
+            yield (
+                slot,
+                key,
+                _copy_local_region(full, optimizer_states.get_local_state_region(key, tuple(full.shape), slot)),
+            )
 
 
 def _copy_local_region(full_tensor: Tensor, region: LocalTensorRegion) -> Tensor:
@@ -204,7 +210,7 @@ def load_full_state_dict_into_shards(model: nn.Module, state_dict: Mapping[str, 
     Returns:
         The names that are missing in the state dict, and those that the model does not have.
     """
-    tensors = ModelTensors(model)
+    tensors = ModelCheckpointTensors(model)
     assert tensors.zero is not None
     named = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
     full = {id(x): state_dict[name] for name, x in named if name in state_dict}
@@ -212,7 +218,7 @@ def load_full_state_dict_into_shards(model: nn.Module, state_dict: Mapping[str, 
 
     with tensors.zero.writable_state():
         for x in tensors.tensors.values():
-            if id(x) in full and id(x) not in tensors.gathered_param_ids:
+            if id(x) in full and id(x) not in tensors.zero_stage3_param_ids:
                 x.detach().copy_(_copy_local_region(full[id(x)], tensors.get_local_region(x)))
         for shard in tensors.iter_zero_shards():
             for piece in shard.slices:

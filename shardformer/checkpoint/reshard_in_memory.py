@@ -27,17 +27,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.chunks import (
+    CheckpointTensor,
     ChunkBounds,
-    LocalChunk,
-    TensorItem,
+    LocalTensorChunk,
     intersect_chunks,
     split_flat_range_into_chunks,
     subtract_chunks,
 )
-from shardformer.checkpoint.directory import get_checkpoint_directories, record_resumed_directories
-from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, get_dtype_name
+from shardformer.checkpoint.directory import get_checkpoint_directories, record_resumed_checkpoint_dirs
+from shardformer.checkpoint.file_format import CheckpointIndex, TensorIndexEntry, get_dtype_name
 from shardformer.checkpoint.load import LoadPlan
-from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_training_state
+from shardformer.checkpoint.training_state import (
+    ModelCheckpointTensors,
+    collect_optimizer_states,
+    collect_training_state,
+)
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError, suggest_similar_names
@@ -79,8 +83,8 @@ class ChunkTransfer(NamedTuple):
 TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
-class TensorItemMetadata(NamedTuple):
-    """A description of a ``TensorItem`` without its values, which is sent to other ranks."""
+class CheckpointTensorMetadata(NamedTuple):
+    """A description of a ``CheckpointTensor`` without its values, which is sent to other ranks."""
 
     name: str
     shape: Offsets
@@ -88,7 +92,7 @@ class TensorItemMetadata(NamedTuple):
     chunks: list[ChunkBounds]
 
     @classmethod
-    def from_item(cls, item: TensorItem) -> TensorItemMetadata:
+    def from_item(cls, item: CheckpointTensor) -> CheckpointTensorMetadata:
         chunks = [chunk.bounds for chunk in item.chunks if chunk.values.numel()]
         return cls(item.name, item.shape, item.dtype, chunks)
 
@@ -96,14 +100,14 @@ class TensorItemMetadata(NamedTuple):
 class StoredAndRequestedTensors(NamedTuple):
     """The tensors that one rank stores, and those that it needs to receive."""
 
-    stored: list[TensorItemMetadata]
-    requested: list[TensorItemMetadata]
+    stored: list[CheckpointTensorMetadata]
+    requested: list[CheckpointTensorMetadata]
     is_on_gpu: bool = False
 
 
-def redistribute_tensor_items(
-    stored_items: Sequence[TensorItem],
-    requested_items: Sequence[TensorItem],
+def redistribute_tensors_across_ranks(
+    stored_tensors: Sequence[CheckpointTensor],
+    requested_tensors: Sequence[CheckpointTensor],
     world: Axis,
     *,
     max_message_bytes: int = TRANSFER_BYTES,
@@ -112,39 +116,39 @@ def redistribute_tensor_items(
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
-    a rank lists an element several times in ``stored_items`` or ``requested_items``, the copy in the widest dtype is
-    used.
+    a rank lists an element several times in ``stored_tensors`` or ``requested_tensors``, the copy in the widest dtype
+    is used.
 
     Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most
     ``max_message_bytes``. Needs up to 2 * chunk_bytes of memory for each peer. With NCCL, this memory is on the GPU.
 
     Args:
-        stored_items: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
-        requested_items: this rank's target chunks, which are overwritten and must not share memory with
-            ``stored_items``.
+        stored_tensors: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
+        requested_tensors: this rank's target chunks, which are overwritten and must not share memory with
+            ``stored_tensors``.
         max_message_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
     Raises:
         ConfigError: a rank requests a tensor or a chunk that no rank has, or ranks report different shapes of a tensor.
             All ranks raise before anything is written.
     """
-    chunks = (chunk for item in (*stored_items, *requested_items) for chunk in item.chunks)
+    chunks = (chunk for item in (*stored_tensors, *requested_tensors) for chunk in item.chunks)
     gpu = next((chunk.values.device for chunk in chunks if chunk.values.is_cuda), None)
     listing = StoredAndRequestedTensors(
-        [*map(TensorItemMetadata.from_item, stored_items)],
-        [*map(TensorItemMetadata.from_item, requested_items)],
+        [*map(CheckpointTensorMetadata.from_item, stored_tensors)],
+        [*map(CheckpointTensorMetadata.from_item, requested_tensors)],
         gpu is not None,
     )
     listings: list[StoredAndRequestedTensors] = all_gather_objects(listing, world)
     outgoing: list[TransferBatch] = [[] for _ in listings]
     incoming: list[TransferBatch] = [[] for _ in listings]
-    for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
+    for send in plan_chunk_transfers(listings):  # may raise, so it is consumed before anything is written
         if send.source_rank == world.rank:
             outgoing[send.target_rank].append(send)
         elif send.target_rank == world.rank:
             incoming[send.source_rank].append(send)
     copies, outgoing[world.rank] = outgoing[world.rank], []
-    memory = _LocalChunks(stored_items, requested_items)
+    memory = _LocalChunks(stored_tensors, requested_tensors)
     with torch.no_grad():
         for send in copies:
             memory.write_chunk(send, memory.read_chunk(send))
@@ -154,7 +158,7 @@ def redistribute_tensor_items(
             on_gpu = uses_nccl and any(each.is_on_gpu for each in listings)
             device = gpu or get_local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, max_message_bytes) for sends in each] for each in (outgoing, incoming))
-            _send_and_receive(memory, out, into, world, device)
+            _exchange_chunks(memory, out, into, world, device)
     return ReshardStats(
         sum(map(_count_transfer_bytes, outgoing)),
         sum(map(_count_transfer_bytes, incoming)),
@@ -166,7 +170,7 @@ def _count_transfer_bytes(transfers: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in transfers)
 
 
-def plan_transfers(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> Iterator[ChunkTransfer]:
+def plan_chunk_transfers(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> Iterator[ChunkTransfer]:
     """Decide which rank sends each requested chunk, and yield the transfers in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size. Each
@@ -177,27 +181,27 @@ def plan_transfers(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> Iter
     for name, tensor in _collect_chunks_by_tensor(tensors_by_rank).items():
         for chunk, owners, targets in tensor.split_by_owners(name):
             if len(owners) == 1:
-                yield from _plan_sends(name, chunk, owners, targets, load)
+                yield from _plan_chunk_sends(name, chunk, owners, targets, load)
             else:
                 shared.append((len(owners), -prod(chunk[1]), name, chunk, owners, targets))
     for _, _, name, chunk, owners, targets in sorted(shared, key=lambda demand: demand[:4]):
-        yield from _plan_sends(name, chunk, owners, targets, load)
+        yield from _plan_chunk_sends(name, chunk, owners, targets, load)
 
 
-def _plan_sends(
-    tensor_name: str, chunk: ChunkBounds, owner_ranks: Ranks, target_ranks: Ranks, bytes_to_send: list[int]
+def _plan_chunk_sends(
+    tensor_name: str, chunk: ChunkBounds, owner_ranks: Ranks, target_ranks: Ranks, bytes_to_send_by_rank: list[int]
 ) -> Iterator[ChunkTransfer]:
     """Choose which rank sends ``chunk`` to each target rank, balancing the bytes that each rank sends."""
     for target, dtype in target_ranks.items():
-        source = target if target in owner_ranks else min(owner_ranks, key=bytes_to_send.__getitem__)
+        source = target if target in owner_ranks else min(owner_ranks, key=bytes_to_send_by_rank.__getitem__)
         send = ChunkTransfer(tensor_name, *chunk, min(owner_ranks[source], dtype, key=WIDTH), source, target)
         if source != target:
-            bytes_to_send[source] += send.num_bytes
+            bytes_to_send_by_rank[source] += send.num_bytes
         yield send
 
 
 @dataclass
-class _TensorChunks:
+class _StoredAndRequestedChunks:
     """All chunks of a tensor that any rank stores or requests. ``rank`` is the first rank that lists the tensor."""
 
     shape: Offsets
@@ -211,18 +215,18 @@ class _TensorChunks:
         Yields (chunk, owners, targets).
         """
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
-        for chunk, source, common in _find_overlapping_pairs(self.targets, self.sources):
+        for chunk, source, common in _find_overlapping_chunk_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
         are_disjoint = _are_chunks_disjoint(list(self.sources))
         for chunk, ranks in self.targets.items():
             for cell, owners in _split_chunk_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
                     what = f"the chunk of shape {list(cell[1])} at {list(cell[0])} of {tensor_name}"
-                    raise _make_missing_source_error(what, min(ranks))
+                    raise _make_missing_tensor_error(what, min(ranks))
                 yield cell, owners, ranks
 
 
-def _find_overlapping_pairs(
+def _find_overlapping_chunk_pairs(
     chunks: Iterable[ChunkBounds], other_chunks: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
     """Find all overlapping pairs of chunks from two lists, and yield each pair with its overlap.
@@ -243,11 +247,13 @@ def _find_overlapping_pairs(
         yield chunks[i], other_chunks[j], (tuple(common), tuple(length))
 
 
-def _collect_chunks_by_tensor(tensors_by_rank: Sequence[StoredAndRequestedTensors]) -> dict[str, _TensorChunks]:
-    tensors: dict[str, _TensorChunks] = {}
+def _collect_chunks_by_tensor(
+    tensors_by_rank: Sequence[StoredAndRequestedTensors],
+) -> dict[str, _StoredAndRequestedChunks]:
+    tensors: dict[str, _StoredAndRequestedChunks] = {}
     for rank, listing in enumerate(tensors_by_rank):
         for name, shape, dtype, chunks in listing.stored:
-            sources = _get_or_add_tensor(tensors, name, shape, rank).sources
+            sources = _get_or_add_tensor_chunks(tensors, name, shape, rank).sources
             for chunk in chunks:
                 ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
@@ -257,8 +263,8 @@ def _collect_chunks_by_tensor(tensors_by_rank: Sequence[StoredAndRequestedTensor
         for name, shape, dtype, chunks in sorted(listing.requested, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 hint = suggest_similar_names(name, names)
-                raise _make_missing_source_error(name, rank, f"{hint} ")
-            targets, before = _get_or_add_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
+                raise _make_missing_tensor_error(name, rank, f"{hint} ")
+            targets, before = _get_or_add_tensor_chunks(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
                     targets.setdefault(box, {})[rank] = dtype
@@ -266,10 +272,10 @@ def _collect_chunks_by_tensor(tensors_by_rank: Sequence[StoredAndRequestedTensor
     return tensors
 
 
-def _get_or_add_tensor(
-    chunks_by_name: dict[str, _TensorChunks], tensor_name: str, shape: Offsets, rank: int
-) -> _TensorChunks:
-    tensor = chunks_by_name.setdefault(tensor_name, _TensorChunks(shape, rank))
+def _get_or_add_tensor_chunks(
+    chunks_by_name: dict[str, _StoredAndRequestedChunks], tensor_name: str, shape: Offsets, rank: int
+) -> _StoredAndRequestedChunks:
+    tensor = chunks_by_name.setdefault(tensor_name, _StoredAndRequestedChunks(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
             f"{tensor_name} has the shape {tensor.shape} on rank {tensor.rank}, but the shape {shape} on rank {rank}.",
@@ -281,7 +287,7 @@ def _get_or_add_tensor(
 def _split_chunk_by_owners(
     chunk: ChunkBounds,
     owned_chunks: Sequence[tuple[ChunkBounds, Ranks]],
-    are_disjoint: bool = False,
+    are_owned_chunks_disjoint: bool = False,
     owner_ranks: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
     """Split ``chunk`` so that all elements of a smaller chunk are stored by the same ranks.
@@ -292,7 +298,7 @@ def _split_chunk_by_owners(
     owner_ranks = [*owner_ranks, *(ranks for part, ranks in owned_chunks if part == chunk)]
     owned_chunks = [(part, ranks) for part, ranks in owned_chunks if part != chunk]
     parts = [part for part, _ in owned_chunks]
-    if are_disjoint or _are_chunks_disjoint(parts):
+    if are_owned_chunks_disjoint or _are_chunks_disjoint(parts):
         yield from ((part, _merge_owner_ranks(ranks, *owner_ranks)) for part, ranks in owned_chunks)
         if sum(prod(size) for _, size in parts) < prod(chunk[1]):
             yield from ((cell, _merge_owner_ranks(*owner_ranks)) for cell in subtract_chunks(chunk, parts))
@@ -310,7 +316,7 @@ def _split_chunk_by_owners(
 def _are_chunks_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
     if len(chunks) < 8:  # faster than arrays
         return not any(intersect_chunks(a, b) for a, b in combinations(chunks, 2))
-    return sum(1 for _ in _find_overlapping_pairs(chunks, chunks)) == len(chunks)
+    return sum(1 for _ in _find_overlapping_chunk_pairs(chunks, chunks)) == len(chunks)
 
 
 def _merge_owner_ranks(*owner_ranks: Ranks) -> Ranks:
@@ -325,7 +331,7 @@ def _merge_owner_ranks(*owner_ranks: Ranks) -> Ranks:
 class _LocalChunks:
     """The tensor chunks that this rank stores and those that it requests, grouped by tensor name."""
 
-    def __init__(self, stored_items: Sequence[TensorItem], requested_items: Sequence[TensorItem]) -> None:
+    def __init__(self, stored_items: Sequence[CheckpointTensor], requested_items: Sequence[CheckpointTensor]) -> None:
         self._have, self._want = _group_chunks_by_name(stored_items), _group_chunks_by_name(requested_items)
 
     def read_chunk(self, transfer: ChunkTransfer) -> Tensor:
@@ -335,20 +341,20 @@ class _LocalChunks:
         )
 
     def write_chunk(self, transfer: ChunkTransfer, values: Tensor) -> None:
-        received = LocalChunk(transfer.start, values)
+        received = LocalTensorChunk(transfer.start, values)
         for chunk in self._want[transfer.name]:
             if (common := intersect_chunks(chunk.bounds, (transfer.start, transfer.size))) is not None:
                 chunk.get_subview(*common).copy_(received.get_subview(*common))
 
 
-def _group_chunks_by_name(tensor_items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
-    found: dict[str, list[LocalChunk]] = {}
+def _group_chunks_by_name(tensor_items: Sequence[CheckpointTensor]) -> dict[str, list[LocalTensorChunk]]:
+    found: dict[str, list[LocalTensorChunk]] = {}
     for item in sorted(tensor_items, key=lambda item: -item.dtype.itemsize):
         found.setdefault(item.name, []).extend(chunk for chunk in item.chunks if chunk.values.numel())
     return found
 
 
-def _send_and_receive(
+def _exchange_chunks(
     local_chunks: _LocalChunks,
     send_batches: Sequence[Iterator[TransferBatch]],
     receive_batches: Sequence[Iterator[TransferBatch]],
@@ -434,7 +440,7 @@ def _start_send_or_recv(
     return PendingCollective([getattr(world.transport, op)(buffer, peer_rank, TAG)], lambda: buffer, record_wait)
 
 
-def _make_missing_source_error(missing_tensor: str, rank: int, hint: str = "") -> ConfigError:
+def _make_missing_tensor_error(missing_tensor: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {missing_tensor}, but no rank stores it.",
         remedy=f"{hint}Pass it in have= on at least one rank.",
@@ -448,17 +454,17 @@ class ReshardSource:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        tensors = ModelTensors(model)
+        tensors = ModelCheckpointTensors(model)
         self._world = tensors.world
         self._folders = get_checkpoint_directories(tensors.model)
         self._reading = ExitStack()
         self._reading.enter_context(tensors.readable_zero_shards())
         _, self._state = collect_training_state(tensors, lambda: None, optimizer, None, None)
-        entries: dict[str, IndexEntry] = {}
+        entries: dict[str, TensorIndexEntry] = {}
         local = [(item.name, get_dtype_name(item.dtype), item.shape) for item in self._state.items]
         for name, dtype, shape in chain.from_iterable(all_gather_objects(local, tensors.world)):
-            entries.setdefault(name, IndexEntry(dtype, shape))
-        self._index = CheckpointIndex(0, time.time(), tensors.axis_sizes, entries, self._state.values)
+            entries.setdefault(name, TensorIndexEntry(dtype, shape))
+        self._index = CheckpointIndex(0, time.time(), tensors.mesh_axis_sizes, entries, self._state.values)
 
     @property
     def param_names_by_group(self) -> list[list[list[str]]]:
@@ -478,10 +484,10 @@ class ReshardSource:
         Raises:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
-        tensors = ModelTensors(model)
+        tensors = ModelCheckpointTensors(model)
         plan = LoadPlan(self._index, "the previous run", tensors, collect_optimizer_states(optimizer, tensors))
-        stats = redistribute_tensor_items(self._state.items, plan.items, self._world)
+        stats = redistribute_tensors_across_ranks(self._state.items, plan.items, self._world)
         self.close()
-        plan.commit()
-        record_resumed_directories(tensors.model, self._folders)
+        plan.apply_loaded_state()
+        record_resumed_checkpoint_dirs(tensors.model, self._folders)
         return stats

@@ -75,26 +75,26 @@ def delete_checkpoint(folder: Path) -> None:
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rename(hidden)  # atomic: a reader sees a complete checkpoint or none
-            delete_hidden_folder(hidden, folder)
+            move_user_files_and_delete_folder(hidden, folder)
 
 
-def delete_hidden_folder(hidden_folder: Path, user_files_folder: Path) -> None:
+def move_user_files_and_delete_folder(temporary_folder: Path, user_files_folder: Path) -> None:
     """Move your own files out of a hidden checkpoint folder, and delete the folder."""
-    for path in _list_user_files(hidden_folder):
+    for path in _list_user_files(temporary_folder):
         user_files_folder.mkdir(exist_ok=True)
         path.rename(user_files_folder / path.name)
-    remove_file_or_folder(hidden_folder)
+    remove_file_or_folder(temporary_folder)
 
 
-def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest_checkpoint: Path) -> None:
+def delete_old_checkpoints(checkpoint_root: Path, retention: CheckpointRetention, newest_checkpoint: Path) -> None:
     """Delete the old checkpoints that ``retention`` does not keep, and those that were replaced."""
-    for left in _list_replaced_folders(root):
-        if (root / _get_step_folder_name(left)).exists():
+    for left in _list_replaced_checkpoints(checkpoint_root):
+        if (checkpoint_root / _get_step_folder_name(left)).exists():
             delete_checkpoint(left)
     if retention.last is None:
         return
     now = time.time()
-    for place, (folder, at) in enumerate(list_checkpoints_with_save_times(root)):
+    for place, (folder, at) in enumerate(list_checkpoints_with_save_times(checkpoint_root)):
         step = int(match[1]) if (match := STEP_NAME.fullmatch(folder.name)) else None
         is_kept = step in retention.steps or (
             retention.every is not None and step is not None and step % retention.every == 0
@@ -104,25 +104,31 @@ def delete_old_checkpoints(root: Path, retention: CheckpointRetention, newest_ch
             delete_checkpoint(folder)
 
 
-def list_checkpoints_with_save_times(root: Path) -> list[tuple[Path, float]]:
+def list_checkpoints_with_save_times(checkpoint_root: Path) -> list[tuple[Path, float]]:
     """Return the folder and the save time of each checkpoint in a directory, newest first.
 
     Replaced checkpoints are included until they are deleted.
     """
-    ordered = [(read_save_number_and_time(folder), folder) for folder in list_checkpoint_folders(root)]
+    ordered = [(read_save_number_and_time(folder), folder) for folder in list_checkpoint_folders(checkpoint_root)]
     ordered.sort(key=lambda pair: (*pair[0], _get_step_folder_name(pair[1])), reverse=True)
     return [(folder, at) for (_, at), folder in ordered]
 
 
-def list_checkpoint_folders(root: Path) -> list[Path]:
-    named = [folder for folder in root.glob("step-*") if STEP_NAME.fullmatch(folder.name)]
-    return [folder for folder in (*named, *_list_replaced_folders(root)) if (folder / INDEX_FILE).exists()]
+def list_checkpoint_folders(checkpoint_root: Path) -> list[Path]:
+    named = [folder for folder in checkpoint_root.glob("step-*") if STEP_NAME.fullmatch(folder.name)]
+    return [
+        folder for folder in (*named, *_list_replaced_checkpoints(checkpoint_root)) if (folder / INDEX_FILE).exists()
+    ]
 
 
-def _list_replaced_folders(root: Path) -> list[Path]:
-    return [path for path in root.glob(".replaced-*") if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()]
+def _list_replaced_checkpoints(checkpoint_root: Path) -> list[Path]:
+    return [
+        path
+        for path in checkpoint_root.glob(".replaced-*")
+        if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()
+    ]
 
 
-def _get_step_folder_name(folder: Path) -> str:
-    found = STEP_NAME.search(folder.name)
-    return found[0] if found is not None else folder.name
+def _get_step_folder_name(checkpoint_folder: Path) -> str:
+    found = STEP_NAME.search(checkpoint_folder.name)
+    return found[0] if found is not None else checkpoint_folder.name

@@ -27,17 +27,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, select_chunks_to_write
+from shardformer.checkpoint.chunks import CheckpointTensor, ChunkBounds, NamedChunk, select_chunks_to_write
 from shardformer.checkpoint.directory import SAVE
 from shardformer.checkpoint.file_format import CheckpointIndex, fsync_path, get_rank_file_name, write_chunks
 from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
-from shardformer.checkpoint.training_state import ModelTensors, Optimizers, Schedulers, collect_training_state
+from shardformer.checkpoint.training_state import ModelCheckpointTensors, Optimizers, Schedulers, collect_training_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem import release_folder_lock, remove_file_or_folder, to_absolute_path, write_new_file
 from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis
-from shardformer.public_names import deprecate_renamed_parameters
+from shardformer.public_names import deprecate_renamed_function_arguments
 
 LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 """How often the first rank looks for the chunk lists of other ranks, and how long it waits for each of them."""
@@ -61,7 +61,7 @@ class RankSnapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add_chunks_to_write(
-        self, tensor_item: TensorItem, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]
+        self, tensor_item: CheckpointTensor, chunks_to_write: dict[NamedChunk, list[ChunkBounds]]
     ) -> None:
         """Add the chunks of a tensor that this rank must write. An empty tensor gets only an index entry."""
         boxes = [
@@ -73,20 +73,25 @@ class RankSnapshot:
             self.entries[tensor_item.name] = file_format.get_dtype_name(tensor_item.dtype), tensor_item.shape
         self.chunks += [(tensor_item.name, box[0], chunk.get_subview(*box)) for chunk, box in boxes]
 
-    def copy_to_host_buffers(self, buffers: dict[tuple[str, Offsets], Tensor]) -> None:
+    def copy_chunks_to_host_buffers(self, reusable_buffers: dict[tuple[str, Offsets], Tensor]) -> None:
         """Copy the chunks to host memory, and reuse the buffers of earlier saves if they fit."""
         for number, (name, start, values) in enumerate(self.chunks):
-            copy = buffers.get((name, start))
+            copy = reusable_buffers.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                buffers[name, start] = copy
+                reusable_buffers[name, start] = copy
             self.chunks[number] = name, start, copy.copy_(values.detach(), non_blocking=True)
         if any(values.is_pinned() for *_, values in self.chunks):
             torch.cuda.synchronize()
 
 
-def write_snapshot(
-    snapshot: RankSnapshot, hidden_folder: Path, root: Path, retention: CheckpointRetention, *, sync_to_disk: bool
+def write_rank_checkpoint(
+    rank_data: RankSnapshot,
+    temporary_folder: Path,
+    checkpoint_root: Path,
+    retention: CheckpointRetention,
+    *,
+    sync_to_disk: bool,
 ) -> Path:
     """Write this rank's chunks into a hidden folder, which the first rank renames once all ranks are done.
 
@@ -102,24 +107,26 @@ def write_snapshot(
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
-        _write_local_chunks(snapshot, hidden_folder, sync_to_disk)
+        _write_local_chunks(rank_data, temporary_folder, sync_to_disk)
     except BaseException:
         with suppress(OSError):
             write_new_file(
-                _get_rank_record_path(hidden_folder, snapshot.rank, "failed"), b""
+                _get_rank_status_path(temporary_folder, rank_data.rank, "failed"), b""
             )  # empty: succeeds on a full disk
         raise
     finally:
-        snapshot.chunks.clear()
-    path = checkpoint_directory.get_step_folder(root, snapshot.index.step)
-    if snapshot.rank == 0:
-        _merge_rank_records(snapshot, hidden_folder)
+        rank_data.chunks.clear()
+    path = checkpoint_directory.get_checkpoint_folder(checkpoint_root, rank_data.index.step)
+    if rank_data.rank == 0:
+        _merge_rank_chunk_lists(rank_data, temporary_folder)
         if sync_to_disk:
-            fsync_path(hidden_folder)
-        path = checkpoint_directory.publish_checkpoint(hidden_folder, root, snapshot.index, sync_to_disk=sync_to_disk)
+            fsync_path(temporary_folder)
+        path = checkpoint_directory.move_checkpoint_into_place(
+            temporary_folder, checkpoint_root, rank_data.index, sync_to_disk=sync_to_disk
+        )
         if sync_to_disk:
-            fsync_path(root)
-            delete_old_checkpoints(root, retention, path)
+            fsync_path(checkpoint_root)
+            delete_old_checkpoints(checkpoint_root, retention, path)
     return path
 
 
@@ -142,26 +149,28 @@ def flush_checkpoint_to_disk(snapshot: RankSnapshot, path: Path, root: Path, ret
         ) from error
 
 
-def _write_local_chunks(snapshot: RankSnapshot, hidden_folder: Path, sync_to_disk: bool) -> None:
-    sums = write_chunks(hidden_folder / get_rank_file_name(snapshot.rank), snapshot.chunks, sync_to_disk=sync_to_disk)
+def _write_local_chunks(rank_data: RankSnapshot, temporary_folder: Path, sync_to_disk: bool) -> None:
+    sums = write_chunks(
+        temporary_folder / get_rank_file_name(rank_data.rank), rank_data.chunks, sync_to_disk=sync_to_disk
+    )
     boxes = [
-        (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
-        for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
+        (name, file_format.SavedChunk(start, tuple(values.shape), rank_data.rank, total))
+        for (name, start, values), total in zip(rank_data.chunks, sums, strict=True)
     ]
-    note = _get_rank_record_path(hidden_folder, snapshot.rank, "json")
+    note = _get_rank_status_path(temporary_folder, rank_data.rank, "json")
     unfinished = note.with_suffix(".begun")
-    write_new_file(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
+    write_new_file(unfinished, json.dumps({"entries": rank_data.entries, "boxes": boxes}).encode())
     unfinished.rename(note)
 
 
-def _merge_rank_records(snapshot: RankSnapshot, hidden_folder: Path) -> None:
-    tensors = snapshot.index.tensors
-    for rank in range(snapshot.size):
-        note = _wait_for_rank_record(rank, hidden_folder)
+def _merge_rank_chunk_lists(rank_data: RankSnapshot, temporary_folder: Path) -> None:
+    tensors = rank_data.index.tensors
+    for rank in range(rank_data.size):
+        note = _wait_for_chunk_list_of_rank(rank, temporary_folder)
         share = json.loads(note.read_text())
         note.unlink()
         for name, (dtype, shape) in share["entries"].items():
-            tensors.setdefault(name, file_format.IndexEntry(dtype, tuple(shape)))
+            tensors.setdefault(name, file_format.TensorIndexEntry(dtype, tuple(shape)))
         for name, box in share["boxes"]:
             tensors[name].chunks.append(file_format.decode_saved_chunk(box))
     for name, entry in tensors.items():
@@ -173,62 +182,64 @@ def _merge_rank_records(snapshot: RankSnapshot, hidden_folder: Path) -> None:
             )
 
 
-def _wait_for_rank_record(rank: int, hidden_folder: Path) -> Path:
+def _wait_for_chunk_list_of_rank(rank: int, temporary_folder: Path) -> Path:
     note, failed = (
-        _get_rank_record_path(hidden_folder, rank, "json"),
-        _get_rank_record_path(hidden_folder, rank, "failed"),
+        _get_rank_status_path(temporary_folder, rank, "json"),
+        _get_rank_status_path(temporary_folder, rank, "failed"),
     )
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
-        has_failed = failed.exists() or not hidden_folder.is_dir()
+        has_failed = failed.exists() or not temporary_folder.is_dir()
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             problem = "failed to write" if has_failed else "did not finish writing"
             raise InputError(
-                f"Rank {rank} {problem} its shards of the checkpoint {hidden_folder}.",
+                f"Rank {rank} {problem} its shards of the checkpoint {temporary_folder}.",
                 remedy="Check the log of this rank. With several hosts, save to a directory on a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
 
 
-def _get_rank_record_path(hidden_folder: Path, rank: int, suffix: str) -> Path:
-    return hidden_folder / f".{get_rank_file_name(rank)}.{suffix}"
+def _get_rank_status_path(temporary_folder: Path, rank: int, suffix: str) -> Path:
+    return temporary_folder / f".{get_rank_file_name(rank)}.{suffix}"
 
 
 @dataclass(frozen=True, eq=False)
-class SaveJob:
+class CheckpointSaveJob:
     """A checkpoint that is ready to be written: this rank's chunks and their destination.
 
-    ``is_first`` is true for the model's first save into the directory. If that save fails, the lock is released.
+    ``is_first_save`` is true for the model's first save into the directory. If that save fails, the lock is released.
     """
 
     model: nn.Module
-    snapshot: RankSnapshot
-    hidden_folder: Path
-    root: Path
+    rank_data: RankSnapshot
+    temporary_folder: Path
+    checkpoint_root: Path
     retention: CheckpointRetention
     world: Axis
     num_hosts: int
-    is_first: bool = False
+    is_first_save: bool = False
 
     def write_checkpoint(self, *, sync_to_disk: bool = True) -> Path:
         """Write this rank's chunks, and sync the file to the disk if ``sync_to_disk`` is True. Communicates nothing."""
-        return write_snapshot(self.snapshot, self.hidden_folder, self.root, self.retention, sync_to_disk=sync_to_disk)
+        return write_rank_checkpoint(
+            self.rank_data, self.temporary_folder, self.checkpoint_root, self.retention, sync_to_disk=sync_to_disk
+        )
 
     def flush_to_disk(self, path: Path) -> Path:
         """Sync the files of the checkpoint to the disk. Communicates nothing."""
-        flush_checkpoint_to_disk(self.snapshot, path, self.root, self.retention)
+        flush_checkpoint_to_disk(self.rank_data, path, self.checkpoint_root, self.retention)
         return path
 
     def write_or_clean_up(self, write_fn: Callable[[], Path]) -> Path:
         """Write the checkpoint by calling ``write_fn`` on all ranks, and delete its files if any rank fails."""
         try:
-            return run_on_all_ranks(write_fn, self.world, f"Saving into {self.root}")
+            return run_on_all_ranks(write_fn, self.world, f"Saving into {self.checkpoint_root}")
         except Exception:
             if self.world.rank == 0:
-                remove_file_or_folder(self.hidden_folder)
-                if self.is_first:
-                    release_folder_lock(self.root, self.model)
+                remove_file_or_folder(self.temporary_folder)
+                if self.is_first_save:
+                    release_folder_lock(self.checkpoint_root, self.model)
             raise
 
 
@@ -240,11 +251,11 @@ class AsyncSave:
         is_complete: True if the checkpoint is already complete and the thread only syncs it to the disk.
     """
 
-    def __init__(self, save_job: SaveJob, save_fn: Callable[[], Path], *, is_complete: bool = False) -> None:
+    def __init__(self, save_job: CheckpointSaveJob, save_fn: Callable[[], Path], *, is_complete: bool = False) -> None:
         self._job = save_job
         self.memory: dict[tuple[str, Offsets], Tensor] = {}
         self.was_waited_for = is_complete
-        self._path = save_job.root
+        self._path = save_job.checkpoint_root
         self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._run_in_thread, args=(save_fn,), name="shardformer-save", daemon=False
@@ -283,7 +294,7 @@ class AsyncSave:
         return type(None), ()  # a copy of the model has no save in progress
 
 
-@deprecate_renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_function_arguments({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -324,7 +335,7 @@ def save_checkpoint(
 
     If one rank fails, all ranks raise, and earlier checkpoints are kept.
     """
-    wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("save_checkpoint", ModelCheckpointTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         path = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=job.num_hosts > 1))
     if job.num_hosts == 1 and job.world.rank == 0:
@@ -332,7 +343,7 @@ def save_checkpoint(
     return path
 
 
-@deprecate_renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
+@deprecate_renamed_function_arguments({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def async_save_checkpoint(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -349,11 +360,11 @@ def async_save_checkpoint(
     result before the next save and before the program ends. The host buffers are as large as this rank's shards and are
     reused.
     """
-    wait_for_all_ranks("async_save_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("async_save_checkpoint", ModelCheckpointTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         saving = AsyncSave(job, job.write_checkpoint)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
-        job.snapshot.copy_to_host_buffers(saving.memory if before is None else before.memory)
+        job.rank_data.copy_chunks_to_host_buffers(saving.memory if before is None else before.memory)
     _start_async_save(saving, job.model)
     return saving
 
@@ -365,7 +376,7 @@ def check_can_save(
 
     Raises the errors of ``save_checkpoint``. All ranks must call this function. Communicates names and sizes.
     """
-    tensors = ModelTensors(model)
+    tensors = ModelCheckpointTensors(model)
     wait_for_all_ranks("check_can_save", tensors.world)
     with tensors.readable_zero_shards():
         collect_training_state(tensors, lambda: None, optimizer, scheduler, extra)
@@ -387,9 +398,9 @@ def prepare_save(
     scheduler: Schedulers = None,
     extra: Any = None,
     retention_policy: CheckpointRetention | int | None = None,
-) -> Iterator[SaveJob]:
-    """Lock the checkpoint directory, and yield a ``SaveJob`` that can write the training state."""
-    root, tensors = Path(), ModelTensors(model)
+) -> Iterator[CheckpointSaveJob]:
+    """Lock the checkpoint directory, and yield a ``CheckpointSaveJob`` that can write the training state."""
+    root, tensors = Path(), ModelCheckpointTensors(model)
     world, is_new = tensors.world, False
 
     def check_arguments() -> tuple[str, int, str, str]:
@@ -398,7 +409,7 @@ def prepare_save(
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.from_value(retention_policy)
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
-        hidden_name = checkpoint_directory.make_hidden_checkpoint_path(root, step).name
+        hidden_name = checkpoint_directory.make_temporary_checkpoint_path(root, step).name
         return str(Path(directory)), step, platform.node(), hidden_name
 
     def lock_directory() -> None:
@@ -409,7 +420,7 @@ def prepare_save(
 
     def check_directory() -> None:
         if world.rank > 0:
-            checkpoint_directory.wait_for_hidden_folder(hidden)
+            checkpoint_directory.wait_until_folder_exists(hidden)
 
     with tensors.readable_zero_shards():
         requests, state = collect_training_state(tensors, check_arguments, optimizer, scheduler, extra)
@@ -425,13 +436,13 @@ def prepare_save(
         try:
             run_on_all_ranks(lock_directory, world, f"Saving into {root}")
             run_on_all_ranks(check_directory, world, f"Saving into {root}")
-            index = CheckpointIndex(step, time.time(), tensors.axis_sizes, values=state.values)
+            index = CheckpointIndex(step, time.time(), tensors.mesh_axis_sizes, values=state.values)
             snapshot = RankSnapshot(world.rank, world.size, index)
             assigned = select_chunks_to_write(state.chunks_by_rank, world)
             for item in state.items:
                 snapshot.add_chunks_to_write(item, assigned)
             retention, num_hosts = CheckpointRetention.from_value(retention_policy), len(set(hosts))
-            yield SaveJob(tensors.model, snapshot, hidden, root, retention, world, num_hosts, is_new)
+            yield CheckpointSaveJob(tensors.model, snapshot, hidden, root, retention, world, num_hosts, is_new)
         except BaseException:
             if world.rank == 0:
                 remove_file_or_folder(hidden)

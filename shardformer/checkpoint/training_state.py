@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.chunks import (
+    CheckpointTensor,
     LocalChunks,
     LocalTensorRegion,
-    TensorItem,
     exclude_tensors,
     get_local_chunk_bounds,
 )
@@ -38,12 +38,12 @@ from shardformer.checkpoint.file_format import (
 from shardformer.comm.collective_call import run_and_all_gather
 from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_export_guard import to_plain_tensor
-from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module
+from shardformer.layout.sharding_metadata import get_or_build_metadata, get_sharded_module_and_prefix
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import get_rng_states, set_rng_states
 from shardformer.torch_compat import is_dtensor
-from shardformer.zero.flat_shards import FlatShard, ParamSlice
+from shardformer.zero.flat_shards import FlatParamShard, ParamSlice
 from shardformer.zero.optimizer_state_view import COORDINATES_KEY, load_state_dict_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -55,7 +55,7 @@ WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
 """Prefixes of parameter names in a checkpoint for weights, fp32 master weights and Kahan residuals."""
 
 
-class ModelTensors:
+class ModelCheckpointTensors:
     """The parameters and buffers of a model, under their names in a checkpoint.
 
     Attributes:
@@ -79,7 +79,9 @@ class ModelTensors:
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
         plain = (
-            {} if state.stages is None else state.stages.get_canonical_names(get_sharded_module(self.model, state)[1])
+            {}
+            if state.stages is None
+            else state.stages.get_canonical_names(get_sharded_module_and_prefix(self.model, state)[1])
         )
         self.plain_names = list(plain)
         registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
@@ -88,12 +90,12 @@ class ModelTensors:
                 self.extra_states[name] = value
             elif id(value) not in self._names:
                 first = plain.get(name, name)
-                _check_state_dict_entry(name, value, is_registered=id(value) in registered)
+                _check_state_dict_entry_can_be_saved(name, value, is_registered=id(value) in registered)
                 self._names[id(value)] = first
                 self.tensors[first] = value
 
     @property
-    def axis_sizes(self) -> dict[str, int]:
+    def mesh_axis_sizes(self) -> dict[str, int]:
         """Size of each mesh axis, keyed by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
@@ -131,10 +133,10 @@ class ModelTensors:
         sharded = spec if spec.is_sharded and not param_slice.grad_slot.is_shared else None
         return LocalTensorRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
 
-    def get_slice_param_name(self, param_slice: ParamSlice) -> str:
+    def get_param_name(self, param_slice: ParamSlice) -> str:
         return self._names[id(param_slice.grad_slot.param)]
 
-    def iter_zero_shards(self) -> Iterator[FlatShard]:
+    def iter_zero_shards(self) -> Iterator[FlatParamShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
@@ -142,7 +144,7 @@ class ModelTensors:
             yield from (s for unit in self.zero.stage3_param_groups for s in unit.shards if id(s) not in seen)
 
     @property
-    def gathered_param_ids(self) -> set[int]:
+    def zero_stage3_param_ids(self) -> set[int]:
         """The ``id()`` of each parameter that ZeRO stage 3 shards and gathers on demand."""
         return {id(p) for unit in (self.zero.stage3_param_groups if self.zero is not None else ()) for p in unit.params}
 
@@ -151,7 +153,7 @@ class ModelTensors:
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
-    def iter_tensor_items(self) -> Iterator[TensorItem]:
+    def iter_checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Yield the parameters, master weights and buffers that this rank saves.
 
         Call it inside ``readable_zero_shards()``.
@@ -159,7 +161,7 @@ class ModelTensors:
         Buffers are yielded only by ranks with sequence rank 0 and tensor rank 0. Each data rank yields its own buffers,
         and the caller drops those that ``find_identical_buffers`` returns.
         """
-        gathered, data = self.gathered_param_ids, self.mesh_coords.get("data", 0)
+        gathered, data = self.zero_stage3_param_ids, self.mesh_coords.get("data", 0)
         is_front = all(self.mesh_coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
         for name, tensor in self.tensors.items():
             if id(tensor) in gathered:
@@ -170,7 +172,7 @@ class ModelTensors:
                 yield self.get_local_region(tensor).make_tensor_item(get_buffer_key(data, name), tensor.detach())
         for shard in self.iter_zero_shards():
             for piece in shard.slices:
-                name, region = self.get_slice_param_name(piece), self.get_param_slice_region(piece)
+                name, region = self.get_param_name(piece), self.get_param_slice_region(piece)
                 if shard.keeps:
                     yield region.make_tensor_item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
@@ -214,7 +216,7 @@ def find_identical_buffers(buffer_checksums: Sequence[tuple[int, Mapping[str, in
     ]
 
 
-def _check_state_dict_entry(entry_name: str, value: Any, *, is_registered: bool) -> None:
+def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_registered: bool) -> None:
     if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
             f"{entry_name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a "
@@ -252,7 +254,7 @@ class OptimizerStates:
         ConfigError: the optimizer has a parameter that is not in the model.
     """
 
-    def __init__(self, optimizer: Optimizer, optimizer_index: int, model_tensors: ModelTensors) -> None:
+    def __init__(self, optimizer: Optimizer, optimizer_index: int, model_tensors: ModelCheckpointTensors) -> None:
         self.optimizer, self._number = optimizer, optimizer_index
         self.kind = type(optimizer).__name__
         pieces = {id(piece.value): piece for shard in model_tensors.iter_zero_shards() for piece in shard.slices}
@@ -263,7 +265,7 @@ class OptimizerStates:
                 if (piece := pieces.get(id(param))) is not None:
                     slots.append(
                         OptimizerTensor(
-                            model_tensors.get_slice_param_name(piece),
+                            model_tensors.get_param_name(piece),
                             param,
                             model_tensors.get_param_slice_region(piece),
                         )
@@ -293,31 +295,31 @@ class OptimizerStates:
 
     # --- saving
 
-    def iter_tensor_items(self) -> Iterator[TensorItem]:
+    def iter_checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Yield the optimizer state tensors that this rank stores."""
         for slot, key, value, is_item in self._iter_state_values():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
-                region = slot.region if has_param_shape else self._get_full_region(key, tuple(value.shape), slot)
+                region = slot.region if has_param_shape else self._get_full_state_region(key, tuple(value.shape), slot)
                 x = to_plain_tensor(value.detach())  # a script may insert a tensor of model.state_dict()
                 x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
                 x = x.reshape(-1) if region.flat_range is not None else x
                 yield region.make_tensor_item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
-    def _get_full_region(
-        self, state_key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
+    def _get_full_state_region(
+        self, state_key: str, state_shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
     ) -> LocalTensorRegion:
         """Describe a state tensor that does not have its parameter's shape as unsharded.
 
         Raises ConfigError if the parameter is sharded.
         """
-        if optimizer_tensor.region.is_full:
-            return LocalTensorRegion(shape, None, {})
+        if optimizer_tensor.region.covers_full_tensor:
+            return LocalTensorRegion(state_shape, None, {})
         param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
             f"Cannot save the state {state_key!r} of {self.kind} for the sharded parameter {optimizer_tensor.name}, "
             "because "
-            f"its shape {shape} differs from the shape {param_shape} of the shard.",
+            f"its shape {state_shape} differs from the shape {param_shape} of the shard.",
             remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
 
@@ -336,7 +338,7 @@ class OptimizerStates:
 
     # --- loading
 
-    def check_saved_state(self, saved_state: Mapping[str, Any]) -> None:
+    def check_saved_state_is_compatible(self, saved_state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved_state["kind"] != self.kind:
             saved_kind = saved_state["kind"]
@@ -362,7 +364,7 @@ class OptimizerStates:
                         remedy=f"Create the optimizer with the parameter groups of the saved run.{hint}",
                     )
 
-    def iter_saved_states(
+    def iter_saved_state_tensors(
         self, index: CheckpointIndex
     ) -> Iterator[tuple[OptimizerTensor, str, str, LocalTensorRegion]]:
         """Find the saved optimizer states of this rank's parameters.
@@ -377,16 +379,16 @@ class OptimizerStates:
         for slot in self.iter_optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
-                yield slot, key, full_name, self.get_state_region(key, shape, slot)
+                yield slot, key, full_name, self.get_local_state_region(key, shape, slot)
 
-    def get_state_region(
-        self, state_key: str, shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
+    def get_local_state_region(
+        self, state_key: str, state_shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
     ) -> LocalTensorRegion:
         """Return which elements of a full optimizer state tensor this rank stores."""
         return (
             optimizer_tensor.region
-            if shape == optimizer_tensor.region.shape
-            else self._get_full_region(state_key, shape, optimizer_tensor)
+            if state_shape == optimizer_tensor.region.shape
+            else self._get_full_state_region(state_key, state_shape, optimizer_tensor)
         )
 
     def load_saved_state(
@@ -428,7 +430,7 @@ class OptimizerStates:
                     state[key] = value.view(loaded.shape).to(loaded.device)
 
 
-def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelTensors) -> list[OptimizerStates]:
+def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpointTensors) -> list[OptimizerStates]:
     """Collect the state of an optimizer, a list of optimizers or a ZeRO optimizer for a checkpoint."""
     plain: list[Optimizer] = []
     for each in as_list(optimizer):
@@ -478,7 +480,7 @@ def _find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def merge_optimizer_values(values_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_non_tensor_optimizer_values(values_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the options, parameter names and scalar states of one optimizer from all ranks."""
     groups = [
         {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
@@ -529,26 +531,30 @@ class RankTrainingState:
         chunks_by_rank: lists of the chunks that each rank stores.
     """
 
-    items: list[TensorItem]
+    items: list[CheckpointTensor]
     values: dict[str, Any]
     chunks_by_rank: tuple[LocalChunks, ...]
 
 
 def collect_training_state(
-    model_tensors: ModelTensors, check_fn: Callable[[], T], optimizer: Optimizers, scheduler: Schedulers, extra: Any
+    model_tensors: ModelCheckpointTensors,
+    check_fn: Callable[[], T],
+    optimizer: Optimizers,
+    scheduler: Schedulers,
+    extra: Any,
 ) -> tuple[list[T], RankTrainingState]:
     """Collect the training state of this rank without copying its tensors.
 
     Also returns the result of ``check_fn`` on each rank. Communicates one gather with the names and sizes of all
     tensors, a checksum of each buffer, and plain values.
     """
-    world, items = model_tensors.world, list[TensorItem]()
+    world, items = model_tensors.world, list[CheckpointTensor]()
 
     def collect_local_state() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
         checked, optimizers = check_fn(), collect_optimizer_states(optimizer, model_tensors)
         random, numbers = get_rng_state_tensors(model_tensors.device)
-        items.extend(model_tensors.iter_tensor_items())
-        items.extend(item for each in optimizers for item in each.iter_tensor_items())
+        items.extend(model_tensors.iter_checkpoint_tensors())
+        items.extend(item for each in optimizers for item in each.iter_checkpoint_tensors())
         items.extend(
             LocalTensorRegion(tuple(x.shape), None, {}).make_tensor_item(get_rng_state_key(world.rank, n), x)
             for n, x in random.items()
@@ -565,10 +571,10 @@ def collect_training_state(
         [(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)]
     )
     if world.rank == 0:
-        _warn_about_rank_local_values(ranks)
+        _warn_about_differing_values(ranks)
     optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
     values = ranks[0] | {
-        "optimizers": list(map(merge_optimizer_values, optimizers)),
+        "optimizers": list(map(merge_non_tensor_optimizer_values, optimizers)),
         "random": [rank["random"] for rank in ranks],
         "coords": [rank["coords"] for rank in ranks],
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
@@ -577,7 +583,7 @@ def collect_training_state(
     return list(checked), RankTrainingState(kept, values, tuple(map(exclude_tensors, chunks, identical)))
 
 
-def _warn_about_rank_local_values(values_by_rank: Sequence[Mapping[str, Any]]) -> None:
+def _warn_about_differing_values(values_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Warn about values that differ between ranks, although the checkpoint stores them only once."""
     extras = [
         {"extra": rank["extra"], "scheduler": rank["scheduler"], **rank["extra_states"]} for rank in values_by_rank
@@ -594,7 +600,7 @@ def _warn_about_rank_local_values(values_by_rank: Sequence[Mapping[str, Any]]) -
 
 
 def _collect_non_tensor_values(
-    model_tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Schedulers, extra: Any
+    model_tensors: ModelCheckpointTensors, optimizers: Iterable[OptimizerStates], scheduler: Schedulers, extra: Any
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": type(model_tensors.model).__name__,

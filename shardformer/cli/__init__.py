@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardformer.cli._options import ARGUMENTS, Groups, format_option_row, group_options, print_help
-from shardformer.errors import ConfigError, ShardFormerError, format_exception, is_traceback_enabled
+from shardformer.cli._options import ARGUMENTS, Groups, format_help_row, group_options_into_sections, print_help
+from shardformer.errors import ConfigError, ShardFormerError, format_error_for_terminal, is_traceback_enabled
 
 COMMAND_GROUPS = {
     "Train from a file": ("init", "train", "plot", "evaluate", "generate", "export"),
@@ -38,7 +38,7 @@ OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
 
-def get_command_names() -> list[str]:
+def get_cli_command_names() -> list[str]:
     """Return the names of all commands in alphabetical order. Each module of this package is a command."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
@@ -47,14 +47,14 @@ def build_app() -> typer.Typer:
     """Build the Typer application that contains all ``shardformer`` commands."""
     app = typer.Typer(
         name="shardformer",
-        cls=CommandGroup,
+        cls=CommandGroupWithHelpSections,
         help="Train an unmodified Hugging Face model across many devices.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_declare_global_options)
-    for command in get_command_names():
+    for command in get_cli_command_names():
         module = import_module(f"{__name__}.{command}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
         # a command that receives its arguments unparsed prints its own help
@@ -72,7 +72,7 @@ def build_app() -> typer.Typer:
     return app
 
 
-class CommandGroup(TyperGroup):
+class CommandGroupWithHelpSections(TyperGroup):
     """Top-level ``shardformer`` command, with a help screen that groups the subcommands by purpose."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -86,7 +86,7 @@ class CommandGroup(TyperGroup):
         sections = [
             (title, [(name, about[name]) for name in names if name in about]) for title, names in groups.items()
         ]
-        options = [format_option_row(option) for option in self.get_params(ctx)]
+        options = [format_help_row(option) for option in self.get_params(ctx)]
         print_help("shardformer COMMAND [OPTIONS]", self.help or "", [*sections, ("Options", options)], WORKFLOW)
 
 
@@ -96,14 +96,16 @@ def _make_command_class(renamed_options: Mapping[str, str], option_groups: Group
     class Command(TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
             options = self.get_params(ctx)
-            arguments = [format_option_row(each) for each in options if each.param_type_name == "argument"]
+            arguments = [format_help_row(each) for each in options if each.param_type_name == "argument"]
             required = [
-                format_option_row(each)[0] for each in options if each.param_type_name == "option" and each.required
+                format_help_row(each)[0] for each in options if each.param_type_name == "option" and each.required
             ]
             words = [name for name, _ in arguments] + [name.split(", ")[-1] for name in required]
             usage = " ".join([ctx.command_path, *words, "[OPTIONS]"])
             others = [each for each in options if each.param_type_name != "argument"]
-            print_help(usage, self.help or "", [("Arguments", arguments), *group_options(others, option_groups)])
+            print_help(
+                usage, self.help or "", [("Arguments", arguments), *group_options_into_sections(others, option_groups)]
+            )
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             ctx.meta[ARGUMENTS] = list(args)
@@ -118,13 +120,16 @@ def _make_command_class(renamed_options: Mapping[str, str], option_groups: Group
 
 def _declare_global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=lambda on: _print_version(on))
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=lambda on: _print_version_if_requested(on)
+        ),
     ] = False,
 ) -> None:
     """Declare the options of ``shardformer`` itself, such as ``--version``."""
 
 
-def _print_version(is_requested: bool) -> None:
+def _print_version_if_requested(is_requested: bool) -> None:
     if is_requested:
         print(f"shardformer {version('shardformer')}")
         raise typer.Exit()
@@ -138,5 +143,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_traceback_enabled() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
             raise
         sys.stdout.flush()
-        print(format_exception(error), file=sys.stderr)
+        print(format_error_for_terminal(error), file=sys.stderr)
         sys.exit(2)

@@ -132,7 +132,7 @@ def _parse_parallel_config_value(field_name: str, value: Any) -> Any:
     )
 
 
-def check_model_directory(model_path: str) -> None:
+def check_model_directory_has_config(model_path: str) -> None:
     """Raise ConfigError if ``model_path`` is a folder that does not contain a config.json."""
     from shardformer.verify.small_models import SMALL_CONFIGS
 
@@ -163,7 +163,7 @@ def silence_transformers() -> None:
 MAX_PROCESSES_PER_CORE = 128
 
 
-def check_num_processes(option_name: str, num_processes: int) -> None:
+def check_num_processes_within_limit(option_name: str, num_processes: int) -> None:
     """Raise LaunchError if ``num_processes`` exceeds the limit of 128 processes per CPU core of this machine."""
     cores = os.cpu_count() or 1
     limit = MAX_PROCESSES_PER_CORE * cores
@@ -226,7 +226,7 @@ def print_help(usage: str, description: str, sections: Sequence[Section], exampl
             print_text(f"  {line}")
 
 
-def format_option_row(option: Any) -> tuple[str, str]:
+def format_help_row(option: Any) -> tuple[str, str]:
     """Format an option or argument of a Typer command, with its default value, as a row of the help screen."""
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper()), str(option.help or "")
@@ -244,11 +244,14 @@ def format_option_row(option: Any) -> tuple[str, str]:
     return f"{', '.join(names)}{value}", text
 
 
-def group_options(options: Sequence[Any], option_groups: Groups) -> list[Section]:
+def group_options_into_sections(options: Sequence[Any], option_names_by_group: Groups) -> list[Section]:
     """Sort options into the sections of a help screen. Options that are in no group form the last section."""
     by_name = {str(option.name): option for option in options if not getattr(option, "hidden", False)}
     found: list[Section] = [
-        (title, [format_option_row(by_name.pop(name)) for name in names if name in by_name])
-        for title, names in option_groups.items()
+        (title, [format_help_row(by_name.pop(name)) for name in names if name in by_name])
+        for title, names in option_names_by_group.items()
     ]
-    return [*found, (OTHER if option_groups else "Options", [format_option_row(option) for option in by_name.values()])]
+    return [
+        *found,
+        (OTHER if option_names_by_group else "Options", [format_help_row(option) for option in by_name.values()]),
+    ]

@@ -54,7 +54,7 @@ _GROUP_TITLES = {
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class EnvironmentCheckResult:
     """Result of one environment check, such as the version of torch. Only the status ``failed`` prevents training.
 
     ``missing`` is for optional parts, ``untested`` for versions that are newer than the tested ones, and for optional
@@ -76,7 +76,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
     findings = [
         *_check_versions(),
         *_check_devices(),
-        *_check_backends(),
+        *_check_communication_backends(),
         _check_all_reduce(),
         *_check_optional_packages(),
     ]
@@ -89,9 +89,9 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
         raise typer.Exit(1)
 
 
-def _check_versions() -> list[CheckResult]:
+def _check_versions() -> list[EnvironmentCheckResult]:
     findings = [
-        CheckResult("versions", "shardformer", "ok", version("shardformer")),
+        EnvironmentCheckResult("versions", "shardformer", "ok", version("shardformer")),
         _check_library_version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
@@ -101,34 +101,36 @@ def _check_versions() -> list[CheckResult]:
             found = version(name)
         except Exception as error:  # a broken installation may raise anything
             what = " ".join(str(error).split())
-            findings.append(CheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
+            findings.append(
+                EnvironmentCheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy)
+            )
             continue
         findings.append(_check_library_version(name, found, remedy))
     return findings
 
 
-def _check_library_version(library_name: str, installed_version: str, remedy: str) -> CheckResult:
+def _check_library_version(library_name: str, installed_version: str, remedy: str) -> EnvironmentCheckResult:
     """Check whether the installed version of a library was tested. Older ones fail, newer ones are ``untested``."""
     major, minor = (int(part) for part in installed_version.split(".")[:2])
     oldest, newest = TESTED[library_name]
     if (major, minor) < oldest:
-        return CheckResult("versions", library_name, "failed", installed_version, remedy)
+        return EnvironmentCheckResult("versions", library_name, "failed", installed_version, remedy)
     if (major, minor) > newest:
         tested = f"{_format_version(oldest)} to {_format_version(newest)}"
         note = f"{installed_version} is newer than the tested versions, {tested}, and may work"
-        return CheckResult("versions", library_name, "untested", installed_version, note)
-    return CheckResult("versions", library_name, "ok", installed_version)
+        return EnvironmentCheckResult("versions", library_name, "untested", installed_version, note)
+    return EnvironmentCheckResult("versions", library_name, "ok", installed_version)
 
 
 def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def _check_devices() -> list[CheckResult]:
+def _check_devices() -> list[EnvironmentCheckResult]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = _get_host_memory_gib()
+    memory = _get_total_and_available_host_memory_gib()
     size = "" if memory is None else f", {memory[0]:.0f} GiB memory, {memory[1]:.0f} GiB available"
-    findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores{size}")]
+    findings = [EnvironmentCheckResult("devices", "CPU", "ok", f"{num_cores} cores{size}")]
     try:
         import torch
     except ImportError:
@@ -137,13 +139,13 @@ def _check_devices() -> list[CheckResult]:
         properties = torch.cuda.get_device_properties(i)
         free, total = (number / 2**30 for number in torch.cuda.mem_get_info(i))
         size = f"{total:.0f} GiB memory, {free:.0f} GiB free"
-        findings.append(CheckResult("devices", f"cuda:{i}", "ok", f"{properties.name}, {size}"))
+        findings.append(EnvironmentCheckResult("devices", f"cuda:{i}", "ok", f"{properties.name}, {size}"))
     if len(findings) == 1:
-        findings.append(CheckResult("devices", "GPU", "missing", "none; training runs on the CPU"))
+        findings.append(EnvironmentCheckResult("devices", "GPU", "missing", "none; training runs on the CPU"))
     return findings
 
 
-def _get_host_memory_gib() -> tuple[float, float] | None:
+def _get_total_and_available_host_memory_gib() -> tuple[float, float] | None:
     """Return the total and the available host memory in GiB, or None if the operating system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -153,7 +155,7 @@ def _get_host_memory_gib() -> tuple[float, float] | None:
         return None
 
 
-def _check_backends() -> list[CheckResult]:
+def _check_communication_backends() -> list[EnvironmentCheckResult]:
     try:
         from torch import distributed
     except ImportError:
@@ -161,20 +163,20 @@ def _check_backends() -> list[CheckResult]:
     findings = []
     for name, (status, remedy) in _BACKENDS.items():
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")():
-            findings.append(CheckResult("backends", name, "ok", "available"))
+            findings.append(EnvironmentCheckResult("backends", name, "ok", "available"))
         else:
-            findings.append(CheckResult("backends", name, status, "not in this torch", remedy))
+            findings.append(EnvironmentCheckResult("backends", name, status, "not in this torch", remedy))
     return findings
 
 
-def _check_all_reduce() -> CheckResult:
+def _check_all_reduce() -> EnvironmentCheckResult:
     name = "all-reduce, 2 processes"
     try:
         milliseconds = measure_all_reduce_latency_ms()
     except WorkerError as error:
         remedy = "Check if a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo selects it"
-        return CheckResult("backends", name, "failed", error.what, remedy)
-    return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms for 1 MB over gloo")
+        return EnvironmentCheckResult("backends", name, "failed", error.what, remedy)
+    return EnvironmentCheckResult("backends", name, "ok", f"{milliseconds:.2f} ms for 1 MB over gloo")
 
 
 def measure_all_reduce_latency_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
@@ -246,11 +248,11 @@ def time_all_reduce(rank: int, num_processes: int, store_path: str) -> None:
     print(1e3 * median(times_s[5:]))
 
 
-def _check_optional_packages() -> list[CheckResult]:
+def _check_optional_packages() -> list[EnvironmentCheckResult]:
     findings = []
     for package, (module, purpose, command) in _OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
-            findings.append(CheckResult("optional", package, "missing", purpose, command))
+            findings.append(EnvironmentCheckResult("optional", package, "missing", purpose, command))
             continue
         try:
             found = version(package)
@@ -260,22 +262,22 @@ def _check_optional_packages() -> list[CheckResult]:
             if package in OLDEST_RELEASES:
                 check_minimum_library_version(package, found)
         except ConfigError as error:
-            findings.append(CheckResult("optional", package, "untested", error.what, error.remedy))
+            findings.append(EnvironmentCheckResult("optional", package, "untested", error.what, error.remedy))
             continue
-        findings.append(CheckResult("optional", package, "ok", found))
+        findings.append(EnvironmentCheckResult("optional", package, "ok", found))
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     compiler = next((path for name in candidates if (path := shutil.which(name))), None)
     if compiler:
-        findings.append(CheckResult("optional", "C++ compiler", "ok", f"{compiler}, for torch.compile"))
+        findings.append(EnvironmentCheckResult("optional", "C++ compiler", "ok", f"{compiler}, for torch.compile"))
     else:
         command = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++"
         findings.append(
-            CheckResult("optional", "C++ compiler", "missing", "torch.compile and fused_activation", command)
+            EnvironmentCheckResult("optional", "C++ compiler", "missing", "torch.compile and fused_activation", command)
         )
     return findings
 
 
-def _print_results_table(results: list[CheckResult], is_ready: bool) -> None:
+def _print_results_table(results: list[EnvironmentCheckResult], is_ready: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardformer.cli._options import check_model_directory
+from shardformer.cli._options import check_model_directory_has_config
 from shardformer.errors import ConfigError
 
 
@@ -28,18 +28,22 @@ def derive_policy(
     """Derive a sharding policy for MODEL, validate it on a reduced model, and print it as Python code."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
     from shardformer.discovery.derive_policy import format_policy_source_with_notes
-    from shardformer.verify.model_source import call_user_function, find_model_source
+    from shardformer.verify.model_source import call_user_fn_and_convert_errors, find_model_source
 
     if not name.isidentifier() or iskeyword(name):
         raise ConfigError(
             f"--name {name!r} is not a valid Python class name.", remedy="Pass a class name, such as MyPolicy."
         )
-    check_model_directory(model)
+    check_model_directory_has_config(model)
     source = find_model_source(model, use_dropout=False)
     if source.config is None:
         batch_fn = source.user_overrides.get("batch_fn")
-        batch = call_user_function(lambda: batch_fn(0), f"batch_fn of {model}") if batch_fn is not None else None
-        policy = infer_policy(call_user_function(source.model_fn, f"model_fn of {model}"), batch)
+        batch = (
+            call_user_fn_and_convert_errors(lambda: batch_fn(0), f"batch_fn of {model}")
+            if batch_fn is not None
+            else None
+        )
+        policy = infer_policy(call_user_fn_and_convert_errors(source.model_fn, f"model_fn of {model}"), batch)
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardformer.pipeline.schedules import ActionKind, Schedule, Timeline
+    from shardformer.pipeline.schedules import ActionKind, PipelineSchedule, Timeline
 
 MAX_MICRO_BATCHES = 2**14  # maximum number of micro-batches in a picture, over all stages
 MAX_CELLS = 2**15
@@ -72,7 +72,7 @@ def draw(
 
     _check_grid_options([name for name in context.params if _is_option_passed(context, name)])
     if grid is not None:
-        _print_tensor_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
+        _print_tensor_parallel_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
     from shardformer.pipeline.schedule_chart import check_chart_path, save_schedule_chart, timeline_to_dict
@@ -80,9 +80,9 @@ def draw(
 
     if out is not None:
         check_chart_path(out)
-    _check_drawing_size(stages, micro_batches, num_model_chunks or get_default_num_chunks(schedule))
+    _check_schedule_fits_drawing_limits(stages, micro_batches, num_model_chunks or get_default_num_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
-    timeline = simulate_schedule(chosen, _parse_durations(durations, chosen), send)
+    timeline = simulate_schedule(chosen, _parse_action_durations(durations, chosen), send)
     if out is not None:
         save_schedule_chart(chosen, timeline, out)
     if as_json:
@@ -93,7 +93,7 @@ def draw(
         Console(highlight=False).print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
 
 
-def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) -> None:
+def _print_schedule(console: Console, schedule: PipelineSchedule, timeline: Timeline) -> None:
     from shardformer.pipeline.schedule_chart import format_schedule_as_text
 
     text = format_schedule_as_text(schedule, timeline, console.width)
@@ -117,7 +117,7 @@ def _check_grid_options(passed_options: list[str]) -> None:
             raise ConfigError(f"{option} has no effect {condition} --grid.", remedy=f"{change}, or remove {option}.")
 
 
-def _check_drawing_size(num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+def _check_schedule_fits_drawing_limits(num_stages: int, num_micro_batches: int, num_chunks_per_stage: int) -> None:
     if num_stages > 0 and num_micro_batches * num_stages > MAX_MICRO_BATCHES:
         most = max(MAX_MICRO_BATCHES // num_stages, 1)
         raise ConfigError(
@@ -125,15 +125,15 @@ def _check_drawing_size(num_stages: int, num_micro_batches: int, num_chunks: int
             remedy=f"Use --micro-batches {most} or fewer. The pattern of the schedule is the same.",
         )
 
-    if num_stages * num_chunks * (num_stages + num_micro_batches) > MAX_CELLS:
+    if num_stages * num_chunks_per_stage * (num_stages + num_micro_batches) > MAX_CELLS:
         raise ConfigError(
-            f"{num_micro_batches} micro-batches over {num_stages} stages with {num_chunks} model chunks each are too "
-            "many to draw.",
+            f"{num_micro_batches} micro-batches over {num_stages} stages with {num_chunks_per_stage} model chunks "
+            "each are too many to draw.",
             remedy="Use fewer stages, micro-batches or model chunks.",
         )
 
 
-def _print_tensor_grid(console: Console, grid_size: str, tensor_parallel_mode: str, as_json: bool) -> None:
+def _print_tensor_parallel_grid(console: Console, grid_size: str, tensor_parallel_mode: str, as_json: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -172,7 +172,7 @@ def _print_tensor_grid(console: Console, grid_size: str, tensor_parallel_mode: s
         console.print(f"  {layout:20} {numbers}")
 
 
-def _parse_durations(durations_text: str, schedule: Schedule) -> dict[ActionKind, float]:
+def _parse_action_durations(durations_text: str, schedule: PipelineSchedule) -> dict[ActionKind, float]:
     """Parse durations such as ``F=1,B=2`` for forward and backward. Raises ConfigError for an unknown action."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
@@ -194,7 +194,7 @@ def _parse_durations(durations_text: str, schedule: Schedule) -> dict[ActionKind
     return found
 
 
-def _color_schedule(schedule_text: str, schedule: Schedule) -> Text:
+def _color_schedule(schedule_text: str, schedule: PipelineSchedule) -> Text:
     """Color a pipeline schedule with the colors of the saved chart. Outside a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import relaunch_in_processes
+from shardformer.cli.run import relaunch_command_in_processes
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def evaluate(
             f"The run configuration of {model!r} has no validation data.",
             remedy="Specify the validation data, for example with --set data.validation=test.jsonl.",
         )
-    relaunch_in_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
+    relaunch_command_in_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
     values = evaluate_model(found)
     if values is not None:
         print(json.dumps(values, indent=2) if as_json else _format_metrics(values), flush=True)

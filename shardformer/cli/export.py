@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import relaunch_in_processes
+from shardformer.cli.run import relaunch_command_in_processes
 from shardformer.errors import ConfigError
 
 OPTION_GROUPS = {"Layout": ("tensor", "pipe"), "Output": ("as_json",)}
@@ -53,7 +53,7 @@ def export(
     check_export_directory(output)
     processor = found.load_processor()
     check_model_is_exportable(found.build_lazy_model(), processor)
-    relaunch_in_processes(context, tensor * pipe)
+    relaunch_command_in_processes(context, tensor * pipe)
     engine = found.load_engine(ParallelConfig(tensor=tensor, pipe=pipe))
     engine.export(output, processor)
     if engine.is_first:

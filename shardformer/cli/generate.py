@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardformer.cli._options import silence_transformers
-from shardformer.cli.run import relaunch_in_processes
+from shardformer.cli.run import relaunch_command_in_processes
 from shardformer.errors import ConfigError, InputError, get_first_message_line
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ def generate(
     options = _validate_sampling_options({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     found = find_saved_model(model)
     tokenizer = found.load_processor()
-    is_chat, text_in = _render_prompt(found, tokenizer, prompt, system, raw)
+    is_chat, text_in = _maybe_apply_chat_template(found, tokenizer, prompt, system, raw)
     ids = _tokenize_prompt(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build_lazy_model(), model)
-    relaunch_in_processes(context, tensor)
+    relaunch_command_in_processes(context, tensor)
     engine = found.load_engine(ParallelConfig(tensor=tensor))
     stop = _get_stop_kwargs(engine.model, tokenizer) if is_chat else {}
     options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
@@ -99,25 +99,32 @@ def generate(
         _print_generated_text({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
 
 
-def _print_generated_text(generation: dict[str, Any], as_json: bool, is_answer: bool) -> None:
+def _print_generated_text(generation_result: dict[str, Any], as_json: bool, omit_prompt: bool) -> None:
     if as_json:
-        print(json.dumps(generation), flush=True)
+        print(json.dumps(generation_result), flush=True)
         return
-    if generation["chat_template"]:
+    if generation_result["chat_template"]:
         note = "The prompt was inserted into the chat template as a user message. Use --raw to continue it unchanged."
         print(note, file=sys.stderr, flush=True)
-    print(generation["text"] if is_answer else f"{generation['prompt']}{generation['text']}", flush=True)
+    print(
+        generation_result["text"] if omit_prompt else f"{generation_result['prompt']}{generation_result['text']}",
+        flush=True,
+    )
 
 
-def _render_prompt(
-    saved_model: SavedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, system_message: str | None, is_raw: bool
+def _maybe_apply_chat_template(
+    saved_model: SavedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    system_message: str | None,
+    skip_chat_template: bool,
 ) -> tuple[bool, str]:
     """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
     if not prompt:
         raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
-    if is_raw or saved_model.chat_template is None:
+    if skip_chat_template or saved_model.chat_template is None:
         if system_message is not None:
-            reason = "with --raw" if is_raw else "because the model has no chat template"
+            reason = "with --raw" if skip_chat_template else "because the model has no chat template"
             raise ConfigError(
                 f"--system {system_message!r:.60} has no effect {reason}.",
                 remedy="Remove --system, or use a model that was trained on conversations, without --raw.",

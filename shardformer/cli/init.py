@@ -12,7 +12,7 @@ import typer
 from shardformer.errors import ConfigError, suggest_similar_names
 
 
-def load_templates() -> dict[str, str]:
+def load_run_config_templates() -> dict[str, str]:
     """Return all templates of run configurations as a dict from name to TOML text, in alphabetical order."""
     folder = files("shardformer") / "run_templates"
     found = [file for file in folder.iterdir() if file.name.endswith(".toml")]
@@ -22,13 +22,17 @@ def load_templates() -> dict[str, str]:
     }
 
 
-def describe_template(template_text: str) -> str:
+def get_template_description(template_text: str) -> str:
     """Return the description of a template, which is the comment in its first line."""
     return template_text.partition("\n")[0].lstrip("# ")
 
 
-def _complete_template(incomplete: str) -> list[tuple[str, str]]:
-    return [(name, describe_template(text)) for name, text in load_templates().items() if name.startswith(incomplete)]
+def _complete_template_name(incomplete: str) -> list[tuple[str, str]]:
+    return [
+        (name, get_template_description(text))
+        for name, text in load_run_config_templates().items()
+        if name.startswith(incomplete)
+    ]
 
 
 def init(
@@ -37,7 +41,7 @@ def init(
         typer.Argument(
             metavar="[TEMPLATE]",
             help="Name of a template. If it is omitted, all templates are listed.",
-            autocompletion=_complete_template,
+            autocompletion=_complete_template_name,
         ),
     ] = None,
     out: Annotated[
@@ -47,12 +51,12 @@ def init(
     as_json: Annotated[bool, typer.Option("--json", help="List the templates as JSON. Only without TEMPLATE.")] = False,
 ) -> None:
     """Create a commented run configuration from a template, or list the templates."""
-    templates = load_templates()
+    templates = load_run_config_templates()
     if template is None:
-        _check_unused_options({"--out": out is not None, "--force": force}, "without a template")
+        _check_options_not_passed({"--out": out is not None, "--force": force}, "without a template")
         _print_templates(templates, as_json)
         return
-    _check_unused_options({"--json": as_json}, "with a template")
+    _check_options_not_passed({"--json": as_json}, "with a template")
     if template not in templates:
         raise ConfigError(f"There is no template {template!r}.", remedy=suggest_similar_names(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
@@ -72,14 +76,14 @@ def init(
     print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
 
 
-def _check_unused_options(is_option_passed: dict[str, bool], condition: str) -> None:
-    for name, is_passed in is_option_passed.items():
+def _check_options_not_passed(is_passed_by_option: dict[str, bool], condition_text: str) -> None:
+    for name, is_passed in is_passed_by_option.items():
         if is_passed:
-            raise ConfigError(f"{name} has no effect {condition}.", remedy=f"Remove {name}.")
+            raise ConfigError(f"{name} has no effect {condition_text}.", remedy=f"Remove {name}.")
 
 
 def _print_templates(templates: dict[str, str], as_json: bool) -> None:
-    about = {name: describe_template(text) for name, text in templates.items()}
+    about = {name: get_template_description(text) for name, text in templates.items()}
     if as_json:
         print(json.dumps(about, indent=2))
         return

@@ -40,7 +40,7 @@ def plot(
 
     from shardformer.pipeline.schedule_chart import check_chart_path
     from shardformer.training.metrics_plot import (
-        check_metric_names,
+        check_and_deduplicate_metric_names,
         describe_loss_differences,
         get_metric_names,
         read_run_metrics,
@@ -56,8 +56,8 @@ def plot(
             remedy="Wait until the run has finished its first step, or pass another run.",
         )
     names = [name.strip() for name in values.split(",")] if values else []
-    selected = check_metric_names(names, found, "--values")
-    path = out if out is not None else _get_default_output_folder(runs) / "curves.png"
+    selected = check_and_deduplicate_metric_names(names, found, "--values")
+    path = out if out is not None else _get_default_plot_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_chart_path(path)
@@ -67,28 +67,30 @@ def plot(
     else:
         _print_metrics_tables(console, found)
         for line in describe_loss_differences(found):
-            _print_line(console, line, wrap=True)
+            _print_escaped_line(console, line, wrap=True)
     if has_matplotlib:
         save_metrics_plot(found, path, selected or None)
     elif out is not None:
         check_chart_path(out)
     if not as_json:
         missing = "No plot: matplotlib is not installed. pip install 'shardformer[plot]'"
-        _print_line(console, f"Plot saved to {path}" if has_matplotlib else missing, wrap=not has_matplotlib)
+        _print_escaped_line(console, f"Plot saved to {path}" if has_matplotlib else missing, wrap=not has_matplotlib)
 
 
-def _get_default_output_folder(runs: list[Path]) -> Path:
-    if len(runs) > 1:
+def _get_default_plot_folder(run_paths: list[Path]) -> Path:
+    if len(run_paths) > 1:
         return Path()
-    return runs[0] if runs[0].is_dir() else runs[0].parent
+    return run_paths[0] if run_paths[0].is_dir() else run_paths[0].parent
 
 
-def _print_metrics_tables(console: Console, runs: Runs) -> None:
+def _print_metrics_tables(console: Console, records_by_run: Runs) -> None:
     from shardformer.training.metrics_plot import summarize_runs
 
-    runs = {_escape_unprintable(console, run): records for run, records in runs.items()}
-    rows = [{name: cell for name, cell in row.items() if cell} for row in summarize_runs(runs)]
-    columns = list(dict.fromkeys(name for row in summarize_runs(runs) for name in row if any(name in r for r in rows)))
+    records_by_run = {_escape_unprintable(console, run): records for run, records in records_by_run.items()}
+    rows = [{name: cell for name, cell in row.items() if cell} for row in summarize_runs(records_by_run)]
+    columns = list(
+        dict.fromkeys(name for row in summarize_runs(records_by_run) for name in row if any(name in r for r in rows))
+    )
     wide = console.options.update(width=10_000)
     layouts = (
         [_make_metrics_table(rows, columns)],
@@ -101,7 +103,7 @@ def _print_metrics_tables(console: Console, runs: Runs) -> None:
     console.print()
 
 
-def _make_metrics_table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
+def _make_metrics_table(rows: list[dict[str, str]], column_names: list[str], is_transposed: bool = False) -> Table:
     """Create a table of metrics with one row per run. If it is transposed, it has one column per run."""
     from rich.table import Table
     from rich.text import Text
@@ -111,18 +113,18 @@ def _make_metrics_table(rows: list[dict[str, str]], columns: list[str], is_trans
         table.add_column("run", no_wrap=True)
         for row in rows:
             table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
-        for name in columns[1:]:
+        for name in column_names[1:]:
             table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
         return table
-    for name in columns:
+    for name in column_names:
         justify: JustifyMethod = "left" if name == "run" else "right"
         table.add_column(name.replace(" ", "\n"), justify=justify, vertical="bottom", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(row.get(name, "-")) for name in columns))
+        table.add_row(*(Text(row.get(name, "-")) for name in column_names))
     return table
 
 
-def _print_line(console: Console, text: str, wrap: bool = False) -> None:
+def _print_escaped_line(console: Console, text: str, wrap: bool = False) -> None:
     console.print(_escape_unprintable(console, text), soft_wrap=not wrap, markup=False)
 
 

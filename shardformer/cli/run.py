@@ -18,15 +18,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from shardformer import launcher
-from shardformer.cli._options import ARGUMENTS, OTHER, check_num_processes, print_help
+from shardformer.cli._options import ARGUMENTS, OTHER, check_num_processes_within_limit, print_help
 from shardformer.errors import ConfigError, LaunchError, get_first_message_line, suggest_similar_names
 from shardformer.launcher.failure_report import FEW, format_failure_report
-from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts
+from shardformer.launcher.hostfile import find_local_host_index, read_hostfile, select_hosts_by_name
 from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    get_stack_location_lines,
-    set_shutdown_timeout,
+    format_current_lines_by_rank,
+    set_torchrun_shutdown_timeout,
 )
 
 MAX_NODES = 2**16
@@ -36,7 +36,7 @@ MAX_TIMEOUT_S = 24 * 3600
 def check_torchrun_options(args: argparse.Namespace) -> None:
     """Raise LaunchError if the value of a torchrun option, such as ``--nnodes``, is invalid."""
     _check_process_and_node_counts(args)
-    _check_timeouts(args)
+    _check_timeout_option_values(args)
     _check_signal_names(args.signals_to_handle)
     if args.local_addr is not None:
         try:
@@ -48,47 +48,47 @@ def check_torchrun_options(args: argparse.Namespace) -> None:
             ) from error
 
 
-def _check_process_and_node_counts(args: argparse.Namespace) -> None:
+def _check_process_and_node_counts(torchrun_args: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
-        num_processes = determine_local_world_size(args.nproc_per_node)
+        num_processes = determine_local_world_size(torchrun_args.nproc_per_node)
     except ValueError as error:
         raise LaunchError(
-            f"--nproc_per_node {args.nproc_per_node!r} is not valid: {error}.",
+            f"--nproc_per_node {torchrun_args.nproc_per_node!r} is not valid: {error}.",
             remedy="Pass a number of processes, or one of auto, cpu and gpu.",
         ) from error
     if num_processes < 1:
         raise LaunchError(
-            f"--nproc_per_node must be at least 1, but got {args.nproc_per_node}.",
+            f"--nproc_per_node must be at least 1, but got {torchrun_args.nproc_per_node}.",
             remedy="Pass the number of processes to start, for example --nproc_per_node 2.",
         )
-    check_num_processes(f"--nproc_per_node {args.nproc_per_node}", num_processes)
+    check_num_processes_within_limit(f"--nproc_per_node {torchrun_args.nproc_per_node}", num_processes)
     try:
-        least, most = parse_min_max_nnodes(args.nnodes)
+        least, most = parse_min_max_nnodes(torchrun_args.nnodes)
     except (ValueError, RuntimeError):
         least, most = 0, 0
     if not 1 <= least <= most <= MAX_NODES:
         raise LaunchError(
-            f"--nnodes {args.nnodes!r} is neither a number of machines nor a range such as 1:4.",
+            f"--nnodes {torchrun_args.nnodes!r} is neither a number of machines nor a range such as 1:4.",
             remedy="Write --nnodes 2, or remove it to run on this machine only.",
         )
-    if args.standalone and most > 1:
+    if torchrun_args.standalone and most > 1:
         raise LaunchError(
-            f"--standalone runs on one machine and cannot be combined with --nnodes {args.nnodes}.",
+            f"--standalone runs on one machine and cannot be combined with --nnodes {torchrun_args.nnodes}.",
             remedy="Remove one of the two options.",
         )
-    if args.rdzv_backend == "static" and not 0 <= args.node_rank < most:
+    if torchrun_args.rdzv_backend == "static" and not 0 <= torchrun_args.node_rank < most:
         raise LaunchError(
-            f"--node_rank {args.node_rank} is out of range for --nnodes {args.nnodes}.",
+            f"--node_rank {torchrun_args.node_rank} is out of range for --nnodes {torchrun_args.nnodes}.",
             remedy="Use a --node_rank from 0 to --nnodes minus 1, or a larger --nnodes.",
         )
 
 
-def _check_timeouts(args: argparse.Namespace) -> None:
-    timeouts = {"--monitor-interval": args.monitor_interval}
+def _check_timeout_option_values(torchrun_args: argparse.Namespace) -> None:
+    timeouts = {"--monitor-interval": torchrun_args.monitor_interval}
     for name, value in (
-        ("--shutdown-timeout", getattr(args, "shutdown_timeout", None)),
+        ("--shutdown-timeout", getattr(torchrun_args, "shutdown_timeout", None)),
         (SHUTDOWN_TIMEOUT_VARIABLE, os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)),
     ):
         if value is not None:
@@ -164,19 +164,19 @@ def launch_script(argv: Sequence[str], command_name: str = "run") -> int:
     """
     options = parse_run_arguments(argv)
     _check_script_exists(options)
-    _set_num_threads(options)
-    return _launch_processes(options, command_name)
+    _set_omp_num_threads(options)
+    return _launch_with_torchrun(options, command_name)
 
 
-def relaunch_in_processes(context: typer.Context, num_processes: int) -> None:
+def relaunch_command_in_processes(context: typer.Context, num_processes: int) -> None:
     """Restart the current command in ``num_processes`` processes, unless this process is already one of them.
 
     Exits with the status of these processes. Raises ConfigError if a launcher started another number of processes.
     """
-    from shardformer.mesh.init_distributed import get_launcher_env_variable
+    from shardformer.mesh.init_distributed import get_launcher_env_variable_name
     from shardformer.training.initialize import get_launcher_world_size
 
-    if get_launcher_env_variable() is not None:
+    if get_launcher_env_variable_name() is not None:
         if get_launcher_world_size() != num_processes:
             raise ConfigError(
                 f"The parallel layout needs {num_processes} processes, but the launcher started "
@@ -184,7 +184,7 @@ def relaunch_in_processes(context: typer.Context, num_processes: int) -> None:
                 remedy=f"Start {num_processes} processes, or run the command without a launcher.",
             )
     elif num_processes > 1:
-        check_num_processes("The layout", num_processes)
+        check_num_processes_within_limit("The layout", num_processes)
         words = ["-m", "shardformer", str(context.info_name), *context.meta[ARGUMENTS]]
         sys.exit(launch_script(["--nproc_per_node", str(num_processes), *words], str(context.info_name)))
 
@@ -233,25 +233,25 @@ def parse_run_arguments(argv: Sequence[str]) -> argparse.Namespace:
     defaults = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
     parser.set_defaults(**{name: None for name in defaults if f"PET_{name.upper()}" not in os.environ})
     options = parser.parse_args(list(argv))
-    _check_ignored_options(options)
+    _check_no_ignored_rendezvous_options(options)
     if options.hostfile is not None or options.host is not None:
-        _set_options_from_hosts(options)
+        _set_torchrun_options_from_hosts(options)
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     check_torchrun_options(options)
-    if _is_single_machine(options) and options.local_addr is None:
+    if _is_single_node(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # by default torch resolves the host name, which fails on some machines
     return options
 
 
-def _check_ignored_options(args: argparse.Namespace) -> None:
+def _check_no_ignored_rendezvous_options(torchrun_args: argparse.Namespace) -> None:
     """Raise LaunchError for options such as ``--master-addr`` if torch's launcher would ignore them."""
-    rendezvous = "--standalone" if args.standalone else f"--rdzv-backend {args.rdzv_backend}"
-    if not args.standalone and args.rdzv_backend == "static":
+    rendezvous = "--standalone" if torchrun_args.standalone else f"--rdzv-backend {torchrun_args.rdzv_backend}"
+    if not torchrun_args.standalone and torchrun_args.rdzv_backend == "static":
         return
-    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if args.standalone else ())):
-        value = getattr(args, name)
+    for name in ("master_addr", "master_port", *(("rdzv_endpoint", "rdzv_id") if torchrun_args.standalone else ())):
+        value = getattr(torchrun_args, name)
         if value not in (None, "", "none") and f"PET_{name.upper()}" not in os.environ:  # a cluster may set these
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(
@@ -273,20 +273,20 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         ) from error
 
 
-def _set_options_from_hosts(args: argparse.Namespace) -> None:
-    if args.standalone or args.rdzv_endpoint or args.rdzv_backend != "static":
+def _set_torchrun_options_from_hosts(torchrun_args: argparse.Namespace) -> None:
+    if torchrun_args.standalone or torchrun_args.rdzv_endpoint or torchrun_args.rdzv_backend != "static":
         raise LaunchError(
             "--hostfile and --host cannot be combined with --standalone or rendezvous options like --rdzv-endpoint.",
             remedy="Remove --hostfile and --host, or remove the other options.",
         )
-    hosts = read_hostfile(args.hostfile) if args.hostfile is not None else None
-    chosen = select_hosts(args.host, hosts) if args.host is not None else hosts or []
-    if args.nnodes is not None and args.nnodes != str(len(chosen)):
+    hosts = read_hostfile(torchrun_args.hostfile) if torchrun_args.hostfile is not None else None
+    chosen = select_hosts_by_name(torchrun_args.host, hosts) if torchrun_args.host is not None else hosts or []
+    if torchrun_args.nnodes is not None and torchrun_args.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {args.nnodes} does not match the number of hosts, which is {len(chosen)}.",
+            f"--nnodes {torchrun_args.nnodes} does not match the number of hosts, which is {len(chosen)}.",
             remedy="Remove --nnodes, or select hosts with --host.",
         )
-    if args.nproc_per_node is None:
+    if torchrun_args.nproc_per_node is None:
         slots = {host.slots for host in chosen}
         if len(slots) > 1:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
@@ -295,24 +295,26 @@ def _set_options_from_hosts(args: argparse.Namespace) -> None:
                 remedy="Use the same slots= for all hosts, or set the number of processes with --nproc_per_node.",
             )
         (count,) = slots
-        args.nproc_per_node = None if count is None else str(count)
-    args.nnodes = str(len(chosen))
-    args.master_addr = args.master_addr or chosen[0].name
-    if args.node_rank is None:
-        args.node_rank = find_local_host_index(chosen)
+        torchrun_args.nproc_per_node = None if count is None else str(count)
+    torchrun_args.nnodes = str(len(chosen))
+    torchrun_args.master_addr = torchrun_args.master_addr or chosen[0].name
+    if torchrun_args.node_rank is None:
+        torchrun_args.node_rank = find_local_host_index(chosen)
 
 
-def _is_single_machine(args: argparse.Namespace) -> bool:
-    on_free_port = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    return bool(args.standalone or (on_free_port and args.nnodes in ("1", "1:1")))
+def _is_single_node(torchrun_args: argparse.Namespace) -> bool:
+    on_free_port = (
+        torchrun_args.rdzv_backend == "static" and not torchrun_args.rdzv_endpoint and torchrun_args.master_port is None
+    )
+    return bool(torchrun_args.standalone or (on_free_port and torchrun_args.nnodes in ("1", "1:1")))
 
 
-def _check_script_exists(args: argparse.Namespace) -> None:
-    script: str = args.training_script
-    if args.module:
+def _check_script_exists(torchrun_args: argparse.Namespace) -> None:
+    script: str = torchrun_args.training_script
+    if torchrun_args.module:
         name = script.partition(".")[0]  # editable installs are found by their own finders
         found = bool(PathFinder.find_spec(name, [os.getcwd(), *sys.path]) or find_spec(name))
-    elif args.no_python:
+    elif torchrun_args.no_python:
         found = shutil.which(script) is not None
     else:
         found = os.path.exists(script)
@@ -326,9 +328,9 @@ def _check_script_exists(args: argparse.Namespace) -> None:
                 f"The folder {script!r} has no __main__.py.", remedy="Pass the path of a script in the folder."
             )
     if not found:
-        kind = "module" if args.module else "script"
+        kind = "module" if torchrun_args.module else "script"
         folder = Path(script).parent
-        hint = suggest_similar_names(script, [] if args.module else map(str, folder.glob("*.py")))
+        hint = suggest_similar_names(script, [] if torchrun_args.module else map(str, folder.glob("*.py")))
         hint, directory = f" {hint}" if hint.startswith("Did") else "", os.getcwd()
         raise LaunchError(
             f"There is no {kind} {script!r} in {directory!r}.",
@@ -336,29 +338,36 @@ def _check_script_exists(args: argparse.Namespace) -> None:
         )
 
 
-def _set_num_threads(args: argparse.Namespace) -> None:
+def _set_omp_num_threads(torchrun_args: argparse.Namespace) -> None:
     """Set OMP_NUM_THREADS to the number of CPU cores per process, unless the variable is already set."""
     from torch.distributed.run import determine_local_world_size
 
-    num_processes = determine_local_world_size(args.nproc_per_node)
+    num_processes = determine_local_world_size(torchrun_args.nproc_per_node)
     if num_processes > 1:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
 
 
-def _report_missing_nodes(args: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
+def _report_nodes_that_have_not_connected(
+    torchrun_args: argparse.Namespace, rendezvous_endpoint: str
+) -> AbstractContextManager[None]:
     """Return a context manager that reports which machines have not connected while the others wait for them."""
     from shardformer.mesh.rank_failures import Rendezvous
 
-    host, _, port = endpoint.rpartition(":")
-    if args.rdzv_backend != "static" or _is_single_machine(args) or args.nnodes == "1" or not port.isdigit():
+    host, _, port = rendezvous_endpoint.rpartition(":")
+    if (
+        torchrun_args.rdzv_backend != "static"
+        or _is_single_node(torchrun_args)
+        or torchrun_args.nnodes == "1"
+        or not port.isdigit()
+    ):
         return nullcontext()
     return Rendezvous(
-        host, int(port), args.node_rank, int(args.nnodes.rpartition(":")[2]), "node"
+        host, int(port), torchrun_args.node_rank, int(torchrun_args.nnodes.rpartition(":")[2]), "node"
     ).report_missing_processes()
 
 
-def _launch_processes(args: argparse.Namespace, command_name: str = "run") -> int:
+def _launch_with_torchrun(torchrun_args: argparse.Namespace, command_name: str = "run") -> int:
     """Run the script with torch's launcher and return the exit status. After a failure, print its cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
@@ -366,33 +375,40 @@ def _launch_processes(args: argparse.Namespace, command_name: str = "run") -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if not args.no_python and not args.run_path:
+    if not torchrun_args.no_python and not torchrun_args.run_path:
         # the worker runs the script and records its first error
-        as_module = ["-m"] if args.module else []
-        args.training_script_args = [*as_module, args.training_script, *args.training_script_args]
-        args.training_script = str(Path(launcher.__file__).with_name("worker.py"))
-        args.module = False
+        as_module = ["-m"] if torchrun_args.module else []
+        torchrun_args.training_script_args = [
+            *as_module,
+            torchrun_args.training_script,
+            *torchrun_args.training_script_args,
+        ]
+        torchrun_args.training_script = str(Path(launcher.__file__).with_name("worker.py"))
+        torchrun_args.module = False
     try:
         # `record` writes the error for an outer launcher, and logs a warning without one
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        with set_shutdown_timeout(args), _report_missing_nodes(args, torchrun.get_rdzv_endpoint(args)):
-            start(args)
+        with (
+            set_torchrun_shutdown_timeout(torchrun_args),
+            _report_nodes_that_have_not_connected(torchrun_args, torchrun.get_rdzv_endpoint(torchrun_args)),
+        ):
+            start(torchrun_args)
     except ChildFailedError as error:
         sys.stdout.flush()
         # with several launchers, the other ones know how their ranks ended
-        alone = args.nnodes in ("1", "1:1")
-        ranks = range(torchrun.determine_local_world_size(args.nproc_per_node) if alone else 0)
+        alone = torchrun_args.nnodes in ("1", "1:1")
+        ranks = range(torchrun.determine_local_world_size(torchrun_args.nproc_per_node) if alone else 0)
         print(format_failure_report(error.failures, ranks, command_name), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
         left = "".join(f"\nshardformer {command_name}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
-        left += "".join(f"\nshardformer {command_name}: {place}" for place in get_stack_location_lines()[:FEW])
+        left += "".join(f"\nshardformer {command_name}: {place}" for place in format_current_lines_by_rank()[:FEW])
         if sys.stdout.isatty():
             print("\x1b[?25h", flush=True)  # the progress bar of a killed rank leaves the cursor hidden
         print(f"shardformer {command_name}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
-        endpoint, reason = torchrun.get_rdzv_endpoint(args), get_first_message_line(error)
+        endpoint, reason = torchrun.get_rdzv_endpoint(torchrun_args), get_first_message_line(error)
         raise LaunchError(
             f"The machines could not connect to each other at {endpoint}: {reason}.",
             remedy="Run the same command on all machines, and check --master_addr, --master_port and the firewall of "

@@ -77,9 +77,9 @@ def train(
     found = load_train_config(config, overrides)
     if as_json and not dry_run:
         raise ConfigError("--json has no effect without --dry-run.", remedy="Add --dry-run, or remove --json.")
-    where = _get_no_launch_reason(dry_run)
-    if where is None and (count := _get_num_processes(found.layout, processes)) > 1:
-        _launch_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
+    where = _get_reason_not_to_launch(dry_run)
+    if where is None and (count := _get_num_processes_for_layout(found.layout, processes)) > 1:
+        _launch_training_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
     _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
@@ -123,8 +123,12 @@ def _print_resume_hint(config: TrainConfig, exit_code: str | int | None) -> None
         print(get_resume_hint(config), file=sys.stderr, flush=True)
 
 
-def _launch_and_exit(
-    config: TrainConfig, num_processes: int, max_restarts: int, shutdown_timeout: int | None, run_options: list[str]
+def _launch_training_and_exit(
+    config: TrainConfig,
+    num_processes: int,
+    max_restarts: int,
+    shutdown_timeout_s: int | None,
+    train_command_args: list[str],
 ) -> NoReturn:
     """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch_script
@@ -132,22 +136,22 @@ def _launch_and_exit(
     from shardformer.train_command.build import build_hooks, build_optimizer_factory
 
     build_hooks(config), build_optimizer_factory(config.optimizer)  # raises errors once, before any process starts
-    if shutdown_timeout is not None:
-        os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
+    if shutdown_timeout_s is not None:
+        os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout_s)
     options = ["--nproc_per_node", str(num_processes), "--max-restarts", str(max_restarts)]
     try:
-        status = launch_script([*options, "-m", MODULE, *run_options], "train")
+        status = launch_script([*options, "-m", MODULE, *train_command_args], "train")
     except KeyboardInterrupt:  # before torch's launcher handles signals
         status = 128 + signal.SIGINT
     _print_resume_hint(config, status)
     sys.exit(status)
 
 
-def _get_no_launch_reason(dry_run: bool) -> str | None:
+def _get_reason_not_to_launch(dry_run: bool) -> str | None:
     """Return the reason why this command must not start processes, or None if it may start them."""
-    from shardformer.mesh.init_distributed import get_launcher_env_variable
+    from shardformer.mesh.init_distributed import get_launcher_env_variable_name
 
-    launched = get_launcher_env_variable()
+    launched = get_launcher_env_variable_name()
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
@@ -161,10 +165,10 @@ def _check_process_options_unused(no_launch_reason: str, process_options: dict[s
             )
 
 
-def _get_num_processes(layout: ParallelConfig, processes: int | None) -> int:
+def _get_num_processes_for_layout(layout: ParallelConfig, requested_num_processes: int | None) -> int:
     """Return the number of training processes to start. Raises ConfigError if the layout needs another number."""
     least = prod(size or 1 for size in layout.sizes.values())
-    count = least if processes is None else processes
+    count = least if requested_num_processes is None else requested_num_processes
     if count % least or (layout.data is not None and count != least):
         sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
         alternative = " or a multiple of it" if layout.data is None else ""
@@ -179,11 +183,13 @@ def print_dry_run_report(console: Console, report: DryRunReport) -> None:
     from rich.table import Table
 
     from shardformer.errors import format_bytes
-    from shardformer.train_command.run import describe_layout, print_rows
+    from shardformer.train_command.run import describe_layout, print_labeled_rows
 
     count = prod(report.axis_sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"
-    print_rows(console, report.summary.format_rows(describe_layout(report.layout, report.axis_sizes, processes)))
+    print_labeled_rows(
+        console, report.summary.format_rows(describe_layout(report.layout, report.axis_sizes, processes))
+    )
     console.print()
     console.print(report.description, soft_wrap=True, markup=False)
     console.print()

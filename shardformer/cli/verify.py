@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardformer.cli._options import check_model_directory, check_num_processes, options_from_dataclass
+from shardformer.cli._options import (
+    check_model_directory_has_config,
+    check_num_processes_within_limit,
+    options_from_dataclass,
+)
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 
@@ -188,7 +192,7 @@ def verify(options: VerifyOptions) -> None:
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
     _check_option_combinations(options)
-    sources = _find_model_sources(options)
+    sources = _select_models_to_verify(options)
     policy = import_policy_class(options.policy) if options.policy else sources[0].user_overrides.get("policy")
     console, reports = Console(highlight=False), []
     num_processes = prod(size or 1 for size in options.make_parallel_config().sizes.values())
@@ -222,7 +226,7 @@ def _check_option_combinations(options: VerifyOptions) -> None:
     options.make_verify_pipeline()
     layout = options.make_parallel_config()
     _check_options_have_effect(options, layout)
-    check_num_processes("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
+    check_num_processes_within_limit("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
     ShardConfig(**layout.get_shard_config_kwargs())  # rejects unsupported combinations before anything is loaded
     options.make_verify_training()
 
@@ -243,11 +247,11 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
             raise ConfigError(f"{option} has no effect without {needed}.", remedy=f"Add {needed}, or remove {flag}.")
 
 
-def _find_model_sources(options: VerifyOptions) -> list[ModelSource]:
+def _select_models_to_verify(options: VerifyOptions) -> list[ModelSource]:
     from shardformer.verify.model_source import find_model_source
     from shardformer.verify.small_models import is_vision_only
 
-    check_model_directory(options.model)
+    check_model_directory_has_config(options.model)
     source = find_model_source(options.model)
     fixed = "batch_fn" in source.user_overrides and not hasattr(source.user_overrides["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.user_overrides and options.tokens):

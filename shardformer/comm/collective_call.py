@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from shardformer.comm.collectives import all_gather_ints, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import AnnouncedCollective
+from shardformer.mesh.transport import CollectiveAnnouncement
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ def run_and_compare_across_ranks(
     context: ParallelContext,
     fn: Callable[[], T],
     fingerprint_fn: Callable[[T], list[str]] = lambda _: [],
-    action: str = "shard this model",
-    explain_fn: Callable[[], None] = lambda: None,
+    action_description: str = "shard this model",
+    on_mismatch: Callable[[], None] = lambda: None,
     error_class: type[ShardFormerError] = ConfigError,
 ) -> T:
     """Run ``fn`` on every rank, and raise an error on all ranks if one fails or if their results differ.
@@ -32,8 +32,9 @@ def run_and_compare_across_ranks(
 
     Args:
         fingerprint_fn: describes a result in lines of text, which must be equal on all ranks.
-        action: the attempted action, for error messages.
-        explain_fn: called on all ranks if the fingerprints differ. It may communicate, and raise a more specific error.
+        action_description: the attempted action, for error messages.
+        on_mismatch: called on all ranks if the fingerprints differ. It may communicate, and raise a more specific
+            error.
         error_class: type of the error on the other ranks if ``fn`` fails on one.
     """
     result, problem = _call_and_catch(lambda: (value := fn(), fingerprint_fn(value)))
@@ -45,12 +46,12 @@ def run_and_compare_across_ranks(
     for rank, (_, message) in answers:
         if message is not None:
             raise error_class(
-                f"Rank {rank} cannot {action}: {message}",
+                f"Rank {rank} cannot {action_description}: {message}",
                 remedy=f"See the full error in the output of rank {rank}.",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
-        explain_fn()
-        _raise_plan_mismatch(all_gather_over_mesh(lines, context))
+        on_mismatch()
+        _raise_sharding_plan_mismatch(all_gather_over_mesh(lines, context))
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
@@ -76,9 +77,9 @@ def all_gather_over_mesh(local_value: T, context: ParallelContext) -> list[tuple
     return found
 
 
-def _raise_plan_mismatch(lines_by_rank: list[tuple[int, list[str]]]) -> None:
-    first, reference = lines_by_rank[0]
-    for rank, lines in lines_by_rank:
+def _raise_sharding_plan_mismatch(plan_lines_by_rank: list[tuple[int, list[str]]]) -> None:
+    first, reference = plan_lines_by_rank[0]
+    for rank, lines in plan_lines_by_rank:
         if lines != reference:
             pairs = zip_longest(reference, lines, fillvalue="nothing more")
             line, other = next((a, b) for a, b in pairs if a != b)
@@ -103,21 +104,23 @@ def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
         arrivals = axis.transport.announce_collective(call_name, wait=True)
         announced = [entry for entry in arrivals.calls if entry is not None]
         if len(announced) < axis.size:
-            _raise_missing_ranks(call_name, axis, arrivals.calls, arrivals.missing)
+            _raise_missing_ranks_error(call_name, axis, arrivals.calls, arrivals.missing)
         if any(entry.call_name != call_name for entry in announced):
             if any(entry.is_step for entry in announced):  # those ranks wait for the numbers
-                _all_gather_ints_for_call(call_name, axis, ())
-            _raise_call_mismatch([entry.call_name for entry in announced], axis)
+                _all_gather_ints_with_call_hash(call_name, axis, ())
+            _raise_collective_call_mismatch([entry.call_name for entry in announced], axis)
 
 
-def check_same_call_and_data(call_name: str, axis: Axis, data_fingerprints: Mapping[str, int] | None = None) -> None:
+def check_ranks_agree_on_call_and_data(
+    call_name: str, axis: Axis, data_fingerprints: Mapping[str, int] | None = None
+) -> None:
     """Check that all ranks of an axis make the same call with the same training data.
 
     ``data_fingerprints`` describes the data: it maps names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises
     InputError on every rank if the calls or the facts differ. Communicates one all-gather of a few integers.
     """
     data_fingerprints = data_fingerprints or {}
-    columns = zip(*all_gather_ints_and_check_call(call_name, axis, list(data_fingerprints.values())), strict=True)
+    columns = zip(*all_gather_ints_and_check_same_call(call_name, axis, list(data_fingerprints.values())), strict=True)
     for name, column in zip(data_fingerprints, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
@@ -130,20 +133,20 @@ def check_same_call_and_data(call_name: str, axis: Axis, data_fingerprints: Mapp
             )
 
 
-def all_gather_ints_and_check_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
+def all_gather_ints_and_check_same_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
     """All-gather integers over an axis, and check that all its ranks make the call named ``call_name``."""
     if axis.size == 1:
         return [list(local_ints)]
     axis.transport.announce_collective(call_name, wait=False)
-    return _all_gather_ints_for_call(call_name, axis, local_ints)
+    return _all_gather_ints_with_call_hash(call_name, axis, local_ints)
 
 
-def _all_gather_ints_for_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
+def _all_gather_ints_with_call_hash(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
     assert len(local_ints) <= NUM_FACTS
     padded = [hash_to_int(call_name), *local_ints, *[0] * (NUM_FACTS - len(local_ints))]
     rows = all_gather_ints(padded, axis)
     if any(row[0] != rows[0][0] for row in rows):
-        _raise_call_mismatch(all_gather_objects(call_name, axis), axis)
+        _raise_collective_call_mismatch(all_gather_objects(call_name, axis), axis)
     return [row[1 : 1 + len(local_ints)] for row in rows]
 
 
@@ -174,7 +177,7 @@ DATA_FACTS = {
 """Error texts for ranks whose training data differs: fact -> (description of the ranks, rule, remedy)."""
 
 
-def _raise_call_mismatch(call_names: Sequence[str], axis: Axis) -> NoReturn:
+def _raise_collective_call_mismatch(call_names: Sequence[str], axis: Axis) -> NoReturn:
     ranks: dict[str, list[int]] = {}
     for rank, call in zip(axis.ranks, call_names, strict=True):
         ranks.setdefault(call, []).append(rank)
@@ -182,28 +185,31 @@ def _raise_call_mismatch(call_names: Sequence[str], axis: Axis) -> NoReturn:
     raise InputError(
         f"The ranks made different collective calls: {calls_by_rank}.",
         rule="Make the same collective calls in the same order on all ranks.",
-        remedy=_format_call_remedy(*ranks),
+        remedy=_suggest_call_on_every_rank(*ranks),
     )
 
 
-def _raise_missing_ranks(
-    call_name: str, axis: Axis, announced_calls: Sequence[AnnouncedCollective | None], missing_ranks: Mapping[int, str]
+def _raise_missing_ranks_error(
+    call_name: str,
+    axis: Axis,
+    announced_calls: Sequence[CollectiveAnnouncement | None],
+    status_by_missing_rank: Mapping[int, str],
 ) -> NoReturn:
     others = []
     for rank, entry in zip(axis.ranks, announced_calls, strict=True):
         if entry is None:
-            others.append(f"rank {rank} {missing_ranks.get(rank, 'did not arrive')}")
+            others.append(f"rank {rank} {status_by_missing_rank.get(rank, 'did not arrive')}")
         elif entry.call_name != call_name:
             others.append(f"rank {rank} called {entry.call_name}")
     rank, problems, group = axis.ranks[axis.rank], "; ".join(others[:4]), axis.name.replace("_", " and ")
     raise InputError(
         f"Rank {rank} called {call_name}, but {problems}.",
         rule=f"All {axis.size} {group} ranks must call {call_name}.",
-        remedy=_format_call_remedy(call_name),
+        remedy=_suggest_call_on_every_rank(call_name),
     )
 
 
-def _format_call_remedy(*call_names: str) -> str:
+def _suggest_call_on_every_rank(*call_names: str) -> str:
     return (
         f"Call {' and '.join(call_names)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call "
         "that "
@@ -216,14 +222,14 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action: str) -> T:
+def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action_description: str) -> T:
     """Call ``fn`` on all ranks, and raise the same error on all ranks if one of them fails.
 
     Return the result of this rank. All ranks raise the error of the first failed rank. An OSError becomes an InputError
-    that starts with ``action``. Communicates one gather of the errors.
+    that starts with ``action_description``. Communicates one gather of the errors.
     """
     result: list[T] = []
-    run_and_all_gather(lambda: result.append(fn()), world_axis, action)
+    run_and_all_gather(lambda: result.append(fn()), world_axis, action_description)
     return result[0]
 
 
@@ -239,22 +245,22 @@ def run_and_all_gather(fn: Callable[[], T], world_axis: Axis, action: str) -> li
     return [cast(T, result) for _, result in answers]
 
 
-def run_on_first_rank(fn: Callable[[], T], world_axis: Axis, action: str) -> T:
+def run_on_first_rank(fn: Callable[[], T], world_axis: Axis, action_description: str) -> T:
     """Call ``fn`` on the first rank only, and return its result or raise its error on all ranks."""
-    value = run_on_all_ranks(fn if world_axis.rank == 0 else lambda: None, world_axis, action)
+    value = run_on_all_ranks(fn if world_axis.rank == 0 else lambda: None, world_axis, action_description)
     return cast(T, broadcast_object(value, world_axis))
 
 
-def _make_failed_rank_error(exception: Exception | None, action: str, rank: int) -> ShardFormerError | None:
+def _make_failed_rank_error(exception: Exception | None, action_description: str, rank: int) -> ShardFormerError | None:
     if exception is None or isinstance(exception, ShardFormerError):
         return exception
     if isinstance(exception, OSError):
         return InputError(
-            f"{action} failed on rank {rank}: {exception}.",
+            f"{action_description} failed on rank {rank}: {exception}.",
             remedy="Use a directory with enough space that all processes can read and write. Earlier checkpoints "
             "were kept.",
         )
     return InputError(
-        f"{action} failed on rank {rank} with {type(exception).__name__}: {exception}.",
+        f"{action_description} failed on rank {rank} with {type(exception).__name__}: {exception}.",
         remedy=f"See the full error in the output of rank {rank}.",
     )

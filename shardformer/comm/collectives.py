@@ -9,8 +9,8 @@ These pairs support autograd. The backward pass of each function is the forward 
     reduce_from_tp_region        forward all-reduce       backward identity
     gather_from_sp_region        forward all-gather       backward reduce-scatter
     reduce_scatter_to_sp_region  forward reduce-scatter   backward all-gather
-    scatter_to_region            forward local slices     backward all-gather
-    gather_from_region           forward all-gather       backward local slices
+    scatter_to_parallel_region            forward local slices     backward all-gather
+    gather_from_parallel_region           forward all-gather       backward local slices
 
 The first pair is Megatron's f and g (Shoeybi et al. 2019, section 3), the second is its counterpart under sequence
 parallelism (Korthikanti et al. 2022, section 4.2.2). The third pair is for computation that all ranks repeat.
@@ -30,10 +30,10 @@ from torch.autograd import Function
 
 from shardformer.comm.recorder import get_num_bytes, record_collective_start, skip_wait_recording
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_spec import ShardSpec, Split, get_even_bounds
+from shardformer.layout.shard_spec import ShardSpec, Split, get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
-from shardformer.torch_compat import has_data, view_as_bytes, without_fake_tensors
+from shardformer.torch_compat import has_real_data, view_as_bytes, without_fake_tensors
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """Below this size, two processes all-reduce in one exchange, which is faster than gloo's two rounds (measured)."""
@@ -101,44 +101,46 @@ def start_all_gather(
     tensor: Tensor,
     axis: Axis,
     dim: int,
-    full: int | None = None,
+    full_length: int | None = None,
     *,
     purpose: str = "block",
-    lengths: Sequence[int] | None = None,
+    lengths_by_rank: Sequence[int] | None = None,
 ) -> PendingCollective:
     """Start an all-gather that concatenates the tensors of all ranks along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
     Args:
-        full: length of the result along ``dim``, split over the ranks as evenly as possible. By default, the shards of
-            all ranks have the length of ``tensor``.
-        lengths: length of each rank's shard, if the split is not as even as possible.
+        full_length: length of the result along ``dim``, split over the ranks as evenly as possible. By default, the
+            shards of all ranks have the length of ``tensor``.
+        lengths_by_rank: length of each rank's shard, if the split is not as even as possible.
     """
     if axis.size == 1:
         return PendingCollective((), lambda: tensor)
     tensor = tensor.contiguous()
     dim = dim % tensor.dim()
-    if lengths is None:
-        bounds = get_even_bounds(tensor.shape[dim] * axis.size if full is None else full, axis.size)
-        lengths = [b - a for a, b in pairwise(bounds)]
-    full_bytes = get_num_bytes(tensor) // max(tensor.shape[dim], 1) * sum(lengths)
+    if lengths_by_rank is None:
+        bounds = get_even_split_bounds(tensor.shape[dim] * axis.size if full_length is None else full_length, axis.size)
+        lengths_by_rank = [b - a for a, b in pairwise(bounds)]
+    full_bytes = get_num_bytes(tensor) // max(tensor.shape[dim], 1) * sum(lengths_by_rank)
     record_wait = record_collective_start("all_gather", axis, full_bytes, purpose)
     if axis.transport.is_direct_exchange_faster(tensor):
         parts = [
             tensor if r == axis.rank else tensor.new_empty(_get_shape_with_dim_size(tensor, dim, n))
-            for r, n in enumerate(lengths)
+            for r, n in enumerate(lengths_by_rank)
         ]
         return PendingCollective(
-            _exchange_with_peers([tensor] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
+            _start_exchange_with_peers([tensor] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
         )
-    widest = max(lengths)
-    padded = _pad_dim(tensor, dim, widest)
+    widest = max(lengths_by_rank)
+    padded = _zero_pad_dim(tensor, dim, widest)
     gathered = tensor.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
     work = axis.transport.all_gather(gathered, padded)
 
     def trim_and_concat() -> Tensor:
-        return torch.cat([p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths, strict=True)], dim)
+        return torch.cat(
+            [p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths_by_rank, strict=True)], dim
+        )
 
     return PendingCollective([work], trim_and_concat, record_wait)
 
@@ -152,18 +154,18 @@ def start_all_gather_into_tensor(
     ``output_tensor``.
     """
     own = output_tensor.view(axis.size, -1)[axis.rank]
-    if own.data_ptr() != input_tensor.data_ptr() or not has_data(input_tensor):
+    if own.data_ptr() != input_tensor.data_ptr() or not has_real_data(input_tensor):
         own.copy_(input_tensor)
     if axis.size == 1:
         return PendingCollective((), lambda: output_tensor)
     record_wait = record_collective_start("all_gather", axis, get_num_bytes(output_tensor), purpose)
     if not axis.transport.is_direct_exchange_faster(input_tensor):
         return PendingCollective([axis.transport.all_gather(output_tensor, own)], lambda: output_tensor, record_wait)
-    works = _exchange_with_peers([input_tensor] * axis.size, output_tensor.view(axis.size, -1), axis)
+    works = _start_exchange_with_peers([input_tensor] * axis.size, output_tensor.view(axis.size, -1), axis)
     return PendingCollective(works, lambda: output_tensor, record_wait)
 
 
-def _exchange_with_peers(
+def _start_exchange_with_peers(
     send_tensors: Sequence[Tensor], recv_buffers: Sequence[Tensor] | Tensor, axis: Axis
 ) -> Sequence[Work]:
     peers = [r for r in range(axis.size) if r != axis.rank]
@@ -174,16 +176,18 @@ def all_gather(
     tensor: Tensor,
     axis: Axis,
     dim: int,
-    full: int | None = None,
+    full_length: int | None = None,
     *,
     purpose: str = "block",
-    lengths: Sequence[int] | None = None,
+    lengths_by_rank: Sequence[int] | None = None,
 ) -> Tensor:
     """All-gather ``tensor`` by concatenating the tensors of all ranks along ``dim``. See ``start_all_gather``."""
     if torch.compiler.is_compiling() and axis.size > 1:
-        gathered: Tensor = torch.ops.shardformer.all_gather(tensor, axis.key, dim, full, lengths, purpose)
+        gathered: Tensor = torch.ops.shardformer.all_gather(
+            tensor, axis.key, dim, full_length, lengths_by_rank, purpose
+        )
         return gathered
-    return start_all_gather(tensor, axis, dim, full, purpose=purpose, lengths=lengths).wait()
+    return start_all_gather(tensor, axis, dim, full_length, purpose=purpose, lengths_by_rank=lengths_by_rank).wait()
 
 
 def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
@@ -195,15 +199,15 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str =
         return PendingCollective((), lambda: tensor)
     record_wait = record_collective_start("reduce_scatter", axis, get_num_bytes(tensor), purpose)
     dim = dim % tensor.dim()
-    bounds = get_even_bounds(tensor.shape[dim], axis.size)
+    bounds = get_even_split_bounds(tensor.shape[dim], axis.size)
     parts = [tensor.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
     parts[axis.rank] = own = parts[axis.rank].contiguous()
     if axis.transport.is_direct_exchange_faster(tensor):
         summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
-        works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
+        works = _start_exchange_with_peers([part.contiguous() for part in parts], summands, axis)
         return PendingCollective(works, lambda: _sum_in_rank_order(summands), record_wait)
     widest = max(p.shape[dim] for p in parts)
-    stacked = torch.cat([_pad_dim(p, dim, widest) for p in parts])
+    stacked = torch.cat([_zero_pad_dim(p, dim, widest) for p in parts])
     out = tensor.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
     return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), record_wait)
@@ -225,7 +229,7 @@ def start_all_to_all(
     sent = sum(get_num_bytes(part) for r, part in enumerate(input_tensors) if r != axis.rank)
     record_wait = record_collective_start("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     received = [own if r == axis.rank else own.new_empty(recv_sizes[r]) for r in range(axis.size)]
-    works = _exchange_with_peers([part.contiguous() for part in input_tensors], received, axis)
+    works = _start_exchange_with_peers([part.contiguous() for part in input_tensors], received, axis)
     return PendingCollective(works, lambda: torch.cat(received), record_wait)
 
 
@@ -259,7 +263,7 @@ def _all_reduce_fake(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
 def _all_gather_impl(
     x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
 ) -> Tensor:
-    return start_all_gather(x, Axis.get_by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
+    return start_all_gather(x, Axis.get_by_key(axis), dim, full, purpose=purpose, lengths_by_rank=lengths).wait()
 
 
 def _all_gather_fake(
@@ -278,7 +282,9 @@ def _reduce_scatter_impl(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor
 
 def _reduce_scatter_fake(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     of = Axis.get_by_key(axis)
-    length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``get_even_bounds``, for symbolic lengths
+    length = (
+        x.shape[dim] + of.size - 1 - of.rank
+    ) // of.size  # that of ``get_even_split_bounds``, for symbolic lengths
     return x.new_empty(_get_shape_with_dim_size(x, dim % x.dim(), length))
 
 
@@ -295,7 +301,7 @@ def get_local_chunk(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
     if axis.size == 1:
         return tensor
-    bounds = get_even_bounds(tensor.shape[dim], axis.size)
+    bounds = get_even_split_bounds(tensor.shape[dim], axis.size)
     return tensor.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank]).contiguous()
 
 
@@ -324,7 +330,7 @@ def broadcast(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
 
 def compute_numel_and_hash(tensor: Tensor) -> tuple[int, int]:
     """Return the number of elements of ``tensor`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
-    return tensor.numel(), int(compute_tensor_hash(tensor)) if has_data(tensor) else 0
+    return tensor.numel(), int(compute_tensor_hash(tensor)) if has_real_data(tensor) else 0
 
 
 def compute_tensor_hash(tensor: Tensor) -> Tensor:
@@ -353,7 +359,7 @@ def _get_shape_with_dim_size(tensor: Tensor, dim: int, new_size: int) -> list[in
     return [new_size if d == dim else n for d, n in enumerate(tensor.shape)]
 
 
-def _pad_dim(tensor: Tensor, dim: int, padded_size: int) -> Tensor:
+def _zero_pad_dim(tensor: Tensor, dim: int, padded_size: int) -> Tensor:
     if tensor.shape[dim] == padded_size:
         return tensor.contiguous()
     return torch.cat(
@@ -361,15 +367,15 @@ def _pad_dim(tensor: Tensor, dim: int, padded_size: int) -> Tensor:
     )
 
 
-def gather_full_tensor(local_shard: Tensor, shard_spec: ShardSpec, get_axis: Callable[[str], Axis]) -> Tensor:
+def gather_full_tensor(local_shard: Tensor, shard_spec: ShardSpec, get_axis_by_name: Callable[[str], Axis]) -> Tensor:
     """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
 
     Communicates one all-gather per sharded axis, innermost first.
 
     Args:
-        get_axis: function that returns the axis with a given name.
+        get_axis_by_name: function that returns the axis with a given name.
     """
-    return gather_full_tensors([local_shard], [shard_spec], get_axis)[0]
+    return gather_full_tensors([local_shard], [shard_spec], get_axis_by_name)[0]
 
 
 def gather_full_tensors(
@@ -386,14 +392,12 @@ def gather_full_tensors(
         else:
             full[i] = local.detach().clone()
     for group in by_layout.values():
-        joined = _gather_shards_of_same_layout(
-            [local_shards[i] for i in group], [shard_specs[i] for i in group], get_axis
-        )
+        joined = _gather_same_layout_shards([local_shards[i] for i in group], [shard_specs[i] for i in group], get_axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(local_shards))]
 
 
-def _gather_shards_of_same_layout(
+def _gather_same_layout_shards(
     local_shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
     places, axes = shard_specs[0].get_all_rank_coords(), shard_specs[0].axes
@@ -404,7 +408,9 @@ def _gather_shards_of_same_layout(
     for at in range(len(names) - 1, -1, -1):
         own = {name: get_axis(name).rank for name in names[:at]}
         line = [tuple({**own, names[at]: rank}.items()) for rank in range(axes[names[at]])]
-        flat = all_gather(flat, get_axis(names[at]), 0, lengths=[sizes[place] for place in line], purpose="gather")
+        flat = all_gather(
+            flat, get_axis(names[at]), 0, lengths_by_rank=[sizes[place] for place in line], purpose="gather"
+        )
         merged: dict[tuple[tuple[str, int], ...], int] = {}
         for place, size in sizes.items():  # sizes after this gather
             merged[place[:at]] = merged.get(place[:at], 0) + size
@@ -487,7 +493,7 @@ class _ReduceScatterToSpRegion(Function):
         return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
 
 
-class _ScatterToRegion(Function):
+class _ScatterToParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
@@ -496,14 +502,14 @@ class _ScatterToRegion(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_slices(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
+        return _all_gather_slices(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
 
 
-class _GatherFromRegion(Function):
+class _GatherFromParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return _gather_slices(x, axis, dim, split, purpose)
+        return _all_gather_slices(x, axis, dim, split, purpose)
 
     @staticmethod
     @once_differentiable
@@ -517,8 +523,8 @@ def get_local_slices(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tens
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
-def _gather_slices(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
-    gathered = all_gather(tensor, axis, dim, lengths=split.get_local_lengths(), purpose=purpose)
+def _all_gather_slices(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+    gathered = all_gather(tensor, axis, dim, lengths_by_rank=split.get_local_lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
     if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension
         return gathered
@@ -567,14 +573,16 @@ def reduce_scatter_to_sp_region(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return tensor if axis.size == 1 else _ReduceScatterToSpRegion.apply(tensor, axis, dim)
 
 
-def scatter_to_region(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def scatter_to_parallel_region(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """Return this rank's slices of a replicated tensor, and all-gather their gradients in the backward pass."""
-    return tensor if axis.size == 1 else _ScatterToRegion.apply(tensor, axis, dim % tensor.dim(), split)
+    return tensor if axis.size == 1 else _ScatterToParallelRegion.apply(tensor, axis, dim % tensor.dim(), split)
 
 
-def gather_from_region(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
+def gather_from_parallel_region(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
     """All-gather a tensor that is sharded along ``dim``, and slice its gradient in the backward pass.
 
     For computations that every rank does in full. Forward: one all-gather. Backward: no communication.
     """
-    return tensor if axis.size == 1 else _GatherFromRegion.apply(tensor, axis, dim % tensor.dim(), split, purpose)
+    return (
+        tensor if axis.size == 1 else _GatherFromParallelRegion.apply(tensor, axis, dim % tensor.dim(), split, purpose)
+    )

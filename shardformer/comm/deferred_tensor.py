@@ -22,9 +22,9 @@ from shardformer.comm.sharded_tensor import (
     Args,
     Kwargs,
     TorchFunction,
-    call_on_wrapper_tensor,
-    find_torch_functions,
-    is_inplace,
+    call_on_wrapper_without_gathering,
+    is_inplace_call,
+    iter_torch_functions,
 )
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
@@ -67,15 +67,17 @@ class DeferredTensor(Tensor):
         full_shape: tuple[int, ...],
         axis: Axis | None,
         region: Any,
-        compute_full: Map,
-        to_local: Map,
+        compute_full_tensor: Map,
+        full_to_local_grad: Map,
     ) -> Self:
         if local_tensor.requires_grad and torch.is_grad_enabled():
-            made: Self = _LocalToFull.apply(local_tensor, lambda: cls._make_wrapper(local_tensor, full_shape), to_local)
+            made: Self = _LocalToFullTensor.apply(
+                local_tensor, lambda: cls._make_wrapper(local_tensor, full_shape), full_to_local_grad
+            )
         else:
             made = cls._make_wrapper(local_tensor, full_shape)
         made.local, made.axis, made.region = local_tensor, axis, region
-        made._resolve, made._to_local, made._is_watched = compute_full, to_local, False
+        made._resolve, made._to_local, made._is_watched = compute_full_tensor, full_to_local_grad, False
         made._full, made._written, made._own = None, 0, None
         return made
 
@@ -116,9 +118,9 @@ class DeferredTensor(Tensor):
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # the full gradient must pass through the wrapper
-            out: Tensor = _LocalToFull.apply(self, lambda: full.view_as(full), lambda grad: grad)
+            out: Tensor = _LocalToFullTensor.apply(self, lambda: full.view_as(full), lambda grad: grad)
         else:
-            out = _LocalToFull.apply(self.local, lambda: full.view_as(full), self._to_local)
+            out = _LocalToFullTensor.apply(self.local, lambda: full.view_as(full), self._to_local)
         return out
 
     @classmethod
@@ -127,10 +129,10 @@ class DeferredTensor(Tensor):
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and (func in _METADATA or func in _WATCHES):
             first._is_watched |= func in _WATCHES
-            return call_on_wrapper_tensor(func, args, kwargs)
+            return call_on_wrapper_without_gathering(func, args, kwargs)
         if first is not None and _is_identity_view(func, first, args[1:]):
             return first
-        if first is not None and is_inplace(func, kwargs):  # the modified tensor replaces the deferred one
+        if first is not None and is_inplace_call(func, kwargs):  # the modified tensor replaces the deferred one
             value = first.full_tensor()
             first._own = value.clone() if is_view(value) else value
         args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs)))
@@ -149,7 +151,7 @@ class DeferredTensor(Tensor):
         return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
 
 
-class _LocalToFull(Function):
+class _LocalToFullTensor(Function):
     @staticmethod
     def forward(ctx: Any, local_tensor: Tensor, make_full_tensor: Callable[[], Tensor], to_local: Map) -> Tensor:
         ctx.to_local = to_local
@@ -178,7 +180,7 @@ def resolve_deferred_tensors(output: Any) -> Any:
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
-_METADATA = METADATA.union(find_torch_functions("requires_grad"))
+_METADATA = METADATA.union(iter_torch_functions("requires_grad"))
 """Attributes that can be read without computing the full values."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 """Functions that access the gradient of the full tensor. After one of them, ``local`` can no longer be used."""

@@ -63,15 +63,15 @@ class CollectiveRecorder:
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return how many collectives were recorded, optionally only those of one operation, axis or purpose."""
-        return len(self._select_records(op, axis, purpose))
+        return len(self._filter_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return the total size in bytes of the full tensors that the recorded collectives process."""
-        return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
+        return sum(c.payload_bytes for c in self._filter_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return the total number of bytes that all ranks together send for the recorded collectives."""
-        return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
+        return sum(c.wire_bytes for c in self._filter_records(op, axis, purpose))
 
     def summarize_calls(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Summarize the records in a dict: (operation, axis, purpose) -> (number of calls, bytes sent)."""
@@ -82,7 +82,7 @@ class CollectiveRecorder:
             sent[c.op, c.axis, c.purpose] += c.wire_bytes
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
-    def _select_records(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
+    def _filter_records(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 

@@ -7,9 +7,9 @@ of the full tensor, and returns
 
 or None if the result needs the full tensor. Rules do not read values.
 
->>> convert_reshape_args((2, 5, 127), 2, (-1, 127), {}, local=64)
+>>> convert_reshape_args_to_local((2, 5, 127), 2, (-1, 127), {}, local=64)
 (1, ((-1, 64),))
->>> convert_transpose_args((2, 5, 127), 2, (1, 2), {}, local=64)
+>>> convert_transpose_args_to_local((2, 5, 127), 2, (1, 2), {}, local=64)
 (1, (1, 2))
 >>> select((2, 5, 127), 2, (2, 0), {}, local=64) is None     # one column
 True
@@ -58,11 +58,11 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def _wrap_local_shard(
-        cls, local_shard: Tensor, dim: int, full_size: int, dtype: torch.dtype, **kwargs: Any
+        cls, local_shard: Tensor, shard_dim: int, full_dim_size: int, dtype: torch.dtype, **kwargs: Any
     ) -> Self:
-        shape = torch.Size(full_size if d == dim else n for d, n in enumerate(local_shard.shape))
+        shape = torch.Size(full_dim_size if d == shard_dim else n for d, n in enumerate(local_shard.shape))
         self: Self = make_wrapper_subclass(cls, shape, dtype=dtype, device=local_shard.device, **kwargs)
-        self.local, self.shard_dim, self._full = local_shard, dim, None
+        self.local, self.shard_dim, self._full = local_shard, shard_dim, None
         self.full_shape, self.full_dtype = shape, dtype
         return self
 
@@ -109,7 +109,7 @@ class ShardedTensor(Tensor):
         """Return this rank's shard without the cast to this tensor's dtype."""
         return self.local
 
-    def sums_operand_gradients(self) -> bool:
+    def are_operand_grads_summed_over_ranks(self) -> bool:
         """Return whether gradients of replicated operands are summed over the ranks after the backward pass."""
         return False
 
@@ -160,7 +160,7 @@ def to_full_tensors(tree: Any) -> Any:
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Gather the full tensors, and call a torch function on them."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
-    if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
+    if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace_call(func, kwargs)):
         return first.call_inplace_function(func, args, kwargs)
     target = first if name in ("__set__", "__delete__") else kwargs.get("out")
     if isinstance(target, ShardedTensor):
@@ -173,7 +173,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 """Functions of torch.distributed that write into their first argument."""
 
 
-def is_inplace(func: TorchFunction, kwargs: Kwargs) -> bool:
+def is_inplace_call(func: TorchFunction, kwargs: Kwargs) -> bool:
     """Return whether a torch function writes into its first argument, such as ``add_`` or ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -181,21 +181,21 @@ def is_inplace(func: TorchFunction, kwargs: Kwargs) -> bool:
     return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
 
 
-def call_on_wrapper_tensor(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def call_on_wrapper_without_gathering(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Read a tensor attribute, such as the full shape or the dtype, without gathering the shards."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def make_empty_full_view(sharded_tensor: ShardedTensor) -> Tensor:
+def make_full_shape_placeholder(sharded_tensor: ShardedTensor) -> Tensor:
     """Return a placeholder with the full shape, dtype and device of ``sharded_tensor`` that needs almost no memory."""
     return sharded_tensor.local.new_empty((), dtype=sharded_tensor.full_dtype).expand(sharded_tensor.full_shape)
 
 
-def _call_factory_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _call_factory_on_placeholder(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return func(
-        make_empty_full_view(x) if isinstance(x, ShardedTensor) else x,
+        make_full_shape_placeholder(x) if isinstance(x, ShardedTensor) else x,
         *to_full_tensors(args[1:]),
         **to_full_tensors(kwargs),
     )
@@ -204,7 +204,7 @@ def _call_factory_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> A
 def apply_elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply an element-wise torch function to the local shards if possible, and to the full tensors otherwise."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
-    if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
+    if not sharded or is_inplace_call(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
     operands = [_get_local_operand(a, x) for a in (*args, *kwargs.values())]
@@ -227,7 +227,7 @@ def _get_local_operand(operand: Any, sharded_tensor: ShardedTensor) -> Any:
             if type(operand) is type(sharded_tensor) and sharded_tensor.has_same_sharding(operand)
             else NotImplemented
         )
-    if operand.requires_grad and torch.is_grad_enabled() and not sharded_tensor.sums_operand_gradients():
+    if operand.requires_grad and torch.is_grad_enabled() and not sharded_tensor.are_operand_grads_summed_over_ranks():
         return NotImplemented  # each rank would only add its own share of the gradient
     back = sharded_tensor.shard_dim - len(sharded_tensor.full_shape)
     if operand.dim() < -back or operand.shape[back] == 1:
@@ -239,7 +239,7 @@ def _get_local_operand(operand: Any, sharded_tensor: ShardedTensor) -> Any:
     )
 
 
-def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def apply_view_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply a view function such as ``transpose`` to the local shard if possible, and otherwise to the full tensor."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
@@ -265,7 +265,7 @@ def apply_view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(x.make_view(part, dim, partial(replay_view, number=i)) for i, part in enumerate(result))
 
 
-def copy_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def apply_to_local_shard_and_rewrap(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply ``clone`` or ``contiguous`` to the local shard."""
     before = args[0].get_stored_shard()
     local = func(before, *args[1:], **kwargs)
@@ -278,67 +278,85 @@ def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return args[0] if isinstance(result, Tensor) else result
 
 
-def convert_reshape_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_reshape_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
     """Convert the arguments of ``view`` or ``reshape`` for the local shard, or return None if this is impossible."""
     sizes = _unpack_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
-    if sharded_dim != len(shape) - 1:
-        return (sharded_dim, (_replace_size(shape, sharded_dim, local),)) if sizes == tuple(shape) else None
-    is_last = sizes[-1] == shape[sharded_dim] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
+    if sharded_dim != len(full_shape) - 1:
+        return (sharded_dim, (_replace_size(full_shape, sharded_dim, local),)) if sizes == tuple(full_shape) else None
+    is_last = sizes[-1] == full_shape[sharded_dim] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(full_shape[:-1]))
     return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
 
 
-def convert_expand_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_expand_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
     sizes = _unpack_sizes(args)
-    after = sharded_dim + len(sizes) - len(shape)
-    if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded_dim]):
+    after = sharded_dim + len(sizes) - len(full_shape)
+    if kwargs or after < 0 or sizes[after] not in (-1, full_shape[sharded_dim]):
         return None
     return after, (_replace_size(sizes, after, -1),)
 
 
-def convert_flatten_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    start = _get_dim_argument(args, kwargs, 0, "start_dim", 0) % len(shape)
-    end = _get_dim_argument(args, kwargs, 1, "end_dim", -1) % len(shape)
+def convert_flatten_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
+    start = _get_positional_or_keyword_arg(args, kwargs, 0, "start_dim", 0) % len(full_shape)
+    end = _get_positional_or_keyword_arg(args, kwargs, 1, "end_dim", -1) % len(full_shape)
     if start <= sharded_dim <= end and start != end:
         return None
     return sharded_dim - (end - start if sharded_dim > end else 0), args
 
 
-def convert_unflatten_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    dim = _get_dim_argument(args, kwargs, 0, "dim", 0) % len(shape)
+def convert_unflatten_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
+    dim = _get_positional_or_keyword_arg(args, kwargs, 0, "dim", 0) % len(full_shape)
     sizes = args[1] if len(args) > 1 else kwargs["sizes"]
     return None if dim == sharded_dim else (sharded_dim + (len(sizes) - 1 if dim < sharded_dim else 0), args)
 
 
-def convert_squeeze_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_squeeze_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
     """Convert the arguments of ``squeeze``, so that a sharded dimension of local length 1 is kept."""
-    named = args[0] if args else kwargs.get("dim", range(len(shape)))
-    dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
-    gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
+    named = args[0] if args else kwargs.get("dim", range(len(full_shape)))
+    dims = {dim % len(full_shape) for dim in ([named] if isinstance(named, int) else named)}
+    gone = tuple(sorted(dim for dim in dims if full_shape[dim] == 1))
     if sharded_dim in gone:
         return None
     return sharded_dim - sum(dim < sharded_dim for dim in gone), (gone,)
 
 
-def convert_unsqueeze_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return sharded_dim + (_get_dim_argument(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded_dim), args
+def convert_unsqueeze_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
+    return sharded_dim + (
+        _get_positional_or_keyword_arg(args, kwargs, 0, "dim", 0) % (len(full_shape) + 1) <= sharded_dim
+    ), args
 
 
-def convert_transpose_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    a, b = (dim % len(shape) for dim in args)
+def convert_transpose_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
+    a, b = (dim % len(full_shape) for dim in args)
     return {a: b, b: a}.get(sharded_dim, sharded_dim), args
 
 
-def convert_permute_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return ([dim % len(shape) for dim in _unpack_sizes(args)].index(sharded_dim), args)
+def convert_permute_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
+    return ([dim % len(full_shape) for dim in _unpack_sizes(args)].index(sharded_dim), args)
 
 
 def _make_dim_args_converter(arg_position: int, default_dim: int, drop_dim: bool = False) -> Callable[..., Placed]:
     """Create a function that converts the arguments of ``select`` and similar functions for the local shard."""
 
     def convert_dim_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-        dim = _get_dim_argument(args, kwargs, arg_position, "dim", default_dim)
+        dim = _get_positional_or_keyword_arg(args, kwargs, arg_position, "dim", default_dim)
         if not isinstance(dim, int) or dim % len(shape) == sharded_dim:
             return None
         return sharded_dim - (drop_dim and dim % len(shape) < sharded_dim), args
@@ -352,20 +370,22 @@ narrow = _make_dim_args_converter(0, 0)
 split = _make_dim_args_converter(1, 0)
 
 
-def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+def convert_index_args_to_local(
+    full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
+) -> Placed:
     """Convert an index for the local shard, or return None if it selects part of the sharded dimension."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):
         return None
-    rest = len(shape) - sum(count or 0 for count in used)
+    rest = len(full_shape) - sum(count or 0 for count in used)
     before = after = 0  # dims of the full tensor passed so far, and dims that they became
     where = -1
     for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
         taken = rest if key is Ellipsis else _count_indexed_dims(key) or 0
         if before <= sharded_dim < before + taken:
             if key is not Ellipsis and not (
-                isinstance(key, slice) and key.indices(shape[sharded_dim]) == (0, shape[sharded_dim], 1)
+                isinstance(key, slice) and key.indices(full_shape[sharded_dim]) == (0, full_shape[sharded_dim], 1)
             ):
                 return None
             where = after + sharded_dim - before
@@ -373,7 +393,7 @@ def convert_index_args(shape: Sequence[int], sharded_dim: int, args: Args, kwarg
         after += taken if key is Ellipsis else isinstance(key, slice) or key is None
     if any(isinstance(key, Tensor) for key in keys):
         # Dimensions of index tensors go to their position or to the front, never after a last sharded dimension.
-        return (-1, args) if sharded_dim == len(shape) - 1 else None
+        return (-1, args) if sharded_dim == len(full_shape) - 1 else None
     return where, args
 
 
@@ -391,7 +411,7 @@ def _unpack_sizes(args: Args) -> tuple[Any, ...]:
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-def _get_dim_argument(args: Args, kwargs: Kwargs, arg_position: int, arg_name: str, default: int) -> Any:
+def _get_positional_or_keyword_arg(args: Args, kwargs: Kwargs, arg_position: int, arg_name: str, default: int) -> Any:
     return args[arg_position] if len(args) > arg_position else kwargs.get(arg_name, default)
 
 
@@ -400,24 +420,24 @@ def _replace_size(sizes: Sequence[int], dim: int, new_size: int) -> tuple[int, .
 
 
 VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
-    "view": convert_reshape_args,
-    "reshape": convert_reshape_args,
-    "expand": convert_expand_args,
-    "flatten": convert_flatten_args,
-    "unflatten": convert_unflatten_args,
-    "squeeze": convert_squeeze_args,
-    "unsqueeze": convert_unsqueeze_args,
-    "transpose": convert_transpose_args,
-    "swapaxes": convert_transpose_args,
-    "swapdims": convert_transpose_args,
-    "permute": convert_permute_args,
+    "view": convert_reshape_args_to_local,
+    "reshape": convert_reshape_args_to_local,
+    "expand": convert_expand_args_to_local,
+    "flatten": convert_flatten_args_to_local,
+    "unflatten": convert_unflatten_args_to_local,
+    "squeeze": convert_squeeze_args_to_local,
+    "unsqueeze": convert_unsqueeze_args_to_local,
+    "transpose": convert_transpose_args_to_local,
+    "swapaxes": convert_transpose_args_to_local,
+    "swapdims": convert_transpose_args_to_local,
+    "permute": convert_permute_args_to_local,
     "select": select,
     "unbind": unbind,
     "narrow": narrow,
     "index_select": narrow,
     "split": split,
     "chunk": split,
-    "__getitem__": convert_index_args,
+    "__getitem__": convert_index_args_to_local,
 }
 """Rules of the view functions that can keep a dimension sharded."""
 _DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
@@ -431,16 +451,16 @@ ELEMENTWISE = """
     sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
     """
 _SHARED: Mapping[Rule, str] = {
-    call_on_wrapper_tensor: _METADATA,
-    _call_factory_function: """
+    call_on_wrapper_without_gathering: _METADATA,
+    _call_factory_on_placeholder: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
 }
 
 
-def find_torch_functions(function_names: str) -> Iterator[Any]:
+def iter_torch_functions(space_separated_names: str) -> Iterator[Any]:
     """Yield the functions that have these names in torch.Tensor, torch and torch.nn.functional."""
-    for name in function_names.split():
+    for name in space_separated_names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
             if hasattr(function, "__set__"):  # an attribute of a tensor, which torch names by its getter
@@ -449,12 +469,14 @@ def find_torch_functions(function_names: str) -> Iterator[Any]:
                 yield function
 
 
-def build_rule_table(names_by_rule: Mapping[Rule, str]) -> dict[Any, Rule]:
+def map_torch_functions_to_rules(function_names_by_rule: Mapping[Rule, str]) -> dict[Any, Rule]:
     """Return a dict that maps torch functions to the rules for applying them to shards."""
     return {
-        function: rule for rule, text in {**_SHARED, **names_by_rule}.items() for function in find_torch_functions(text)
+        function: rule
+        for rule, text in {**_SHARED, **function_names_by_rule}.items()
+        for function in iter_torch_functions(text)
     }
 
 
-METADATA = frozenset(find_torch_functions(_METADATA))
+METADATA = frozenset(iter_torch_functions(_METADATA))
 """Attributes of a wrapper that can be read without its values."""

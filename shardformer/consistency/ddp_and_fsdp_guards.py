@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import COMPOSABLE_REGISTRY, get_active_ddp_module
-from shardformer.torch_patches import Patch, install_patch, replace_attribute
+from shardformer.torch_patches import LibraryPatch, install_patch, replace_attribute
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DDPGuard:
     context: ParallelContext
 
     def __iter__(self) -> Iterator[str]:
-        raise _make_wrapper_error("DistributedDataParallel", self.context)
+        raise _make_forbidden_wrapper_error("DistributedDataParallel", self.context)
 
 
 class FSDPGuard(dict[str, Any]):
@@ -45,14 +45,14 @@ class FSDPGuard(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         if name in ("fully_shard", "replicate"):
             wrappers = "FullyShardedDataParallel, fully_shard or replicate"
-            raise _make_wrapper_error(wrappers, self.context)
+            raise _make_forbidden_wrapper_error(wrappers, self.context)
         return super().__contains__(name)
 
 
-def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
+def forbid_data_parallel_wrappers(model: nn.Module, context: ParallelContext) -> None:
     """Install guards that raise ConfigError when the sharded model is wrapped in DDP, DataParallel or FSDP."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
-    model.__dict__["_replicate_for_data_parallel"] = partial(_raise_data_parallel_error, context)
+    model.__dict__["_replicate_for_data_parallel"] = partial(_raise_data_parallel_wrapper_error, context)
     for module in model.modules():
         module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
     if (library := sys.modules.get("accelerate")) is not None:  # transformers' Trainer uses it, too
@@ -62,7 +62,7 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
         )
 
 
-ACCELERATE_PATCH = Patch(
+ACCELERATE_PATCH = LibraryPatch(
     "accelerate.Accelerator.prepare_model",
     "shardformer.consistency.ddp_and_fsdp_guards",
     "raises for a sharded model, because accelerate passes different batches to all processes",
@@ -88,8 +88,8 @@ def _wrap_accelerate_prepare_model(original: Callable[..., Any]) -> Callable[...
     return prepare_model
 
 
-def _raise_data_parallel_error(context: ParallelContext) -> NoReturn:
-    raise _make_wrapper_error("DataParallel", context)
+def _raise_data_parallel_wrapper_error(context: ParallelContext) -> NoReturn:
+    raise _make_forbidden_wrapper_error("DataParallel", context)
 
 
 def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
@@ -98,10 +98,10 @@ def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
     if any(module is model for module in outer.modules()):
-        raise _make_wrapper_error("DistributedDataParallel", context)
+        raise _make_forbidden_wrapper_error("DistributedDataParallel", context)
 
 
-def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> None:
+def check_no_parameters_added_after_sharding(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if parameters were added to the model after it was sharded."""
     known = metadata.get_entries_by_param_id()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
@@ -113,7 +113,7 @@ def check_no_new_parameters(model: nn.Module, metadata: ShardingMetadata) -> Non
         )
 
 
-def _make_wrapper_error(wrapper_name: str, context: ParallelContext) -> ConfigError:
+def _make_forbidden_wrapper_error(wrapper_name: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"The model is sharded over {context} and cannot be wrapped in {wrapper_name}.",
         remedy="Remove the wrapper. For data parallelism, use shard_model(model, data=...).",

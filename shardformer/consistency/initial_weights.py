@@ -20,7 +20,7 @@ from shardformer.comm.collectives import (
     compute_numel_and_hash,
 )
 from shardformer.errors import ConfigError
-from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors
+from shardformer.layout.packed_weights import find_quantized_weights, get_packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import fingerprint_init_recipe, get_deferred_storage, iter_random_init_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
@@ -33,7 +33,10 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
     """Describe the modules, config and parameters of a model as text, to check that all ranks built the same model."""
     return (
         [type(model).__name__]
-        + [f"{path or 'model'}: {_format_module_fingerprint(module)}" for path, module in model.named_modules()]
+        + [
+            f"{path or 'model'}: {_format_module_class_and_attributes(module)}"
+            for path, module in model.named_modules()
+        ]
         + [
             f"config.{name}={value}"
             for config in find_model_configs(model)
@@ -42,7 +45,7 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
             f"{n} {[compute_numel_and_hash(t) for t in get_packed_tensors(p)]}"
-            for n, p in find_packed_weights(model).items()
+            for n, p in find_quantized_weights(model).items()
         ]
         + [
             f"{n}: {fingerprint_init_recipe(place)}"
@@ -52,7 +55,7 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
     )
 
 
-def _format_module_fingerprint(module: nn.Module) -> str:
+def _format_module_class_and_attributes(module: nn.Module) -> str:
     """Return the class name of a module and its numeric, string and function attributes as text."""
     attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
@@ -76,7 +79,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
     named = named_params_and_buffers(model)
-    packed = set(map(id, find_packed_weights(model).values()))  # the ranks compared them in the fingerprint
+    packed = set(map(id, find_quantized_weights(model).values()))  # the ranks compared them in the fingerprint
     tensors = [t for _, t in named if id(t) not in packed and t.numel() and not t.is_meta]
     waiting = named if has_meta_tensors(model) else ()
     places = [place for _, t in waiting if (place := get_deferred_storage(t)) is not None]
@@ -105,8 +108,8 @@ def broadcast_random_state(
     axis: Axis,
     device: torch.device,
     has_drawn_random_numbers: bool = False,
-    extra_numbers: Sequence[int] = (),
-    gather_callback: Callable[[list[list[int]]], None] = lambda _: None,
+    extra_numbers_to_gather: Sequence[int] = (),
+    on_extra_numbers_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
     """Copy the random state of torch, NumPy and Python from the first rank of an axis to its other ranks.
 
@@ -116,8 +119,8 @@ def broadcast_random_state(
 
     Args:
         has_drawn_random_numbers: whether this rank has drawn random numbers.
-        extra_numbers: numbers to gather in the same message. Each rank must pass the same count of numbers.
-        gather_callback: called with the gathered numbers of all ranks.
+        extra_numbers_to_gather: numbers to gather in the same message. Each rank must pass the same count of numbers.
+        on_extra_numbers_gathered: called with the gathered numbers of all ranks.
 
     Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank has drawn random
     numbers.
@@ -126,8 +129,8 @@ def broadcast_random_state(
         return has_drawn_random_numbers
     own = [int(has_drawn_random_numbers), *hash_rng_states(device)]
     count = len(own)
-    every = all_gather_ints([*own, *extra_numbers], axis)
-    gather_callback([numbers[count:] for numbers in every])
+    every = all_gather_ints([*own, *extra_numbers_to_gather], axis)
+    on_extra_numbers_gathered([numbers[count:] for numbers in every])
     if any(numbers[1:count] != own[1:] for numbers in every):
         set_rng_states(broadcast_object(get_rng_states(device), axis), device)
     return any(numbers[0] for numbers in every)
@@ -136,7 +139,7 @@ def broadcast_random_state(
 FileFingerprints = list[tuple[str, FileFingerprint]]
 
 
-def check_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
+def check_ranks_read_same_weight_files(model: nn.Module, context: ParallelContext) -> None:
     """Raise ConfigError on every rank if the ranks read weight files with different contents.
 
     Paths may differ. The contents that most ranks have are assumed to be correct. Communicates one all-gather of paths

@@ -56,9 +56,9 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
     current_graph_task_id,
     disable_current_modes,
-    has_data,
+    has_real_data,
 )
-from shardformer.torch_patches import Apply, Patch
+from shardformer.torch_patches import Apply, LibraryPatch
 
 BITS = 32  # number of bits of the hash that data ranks compare. One difference in 4e9 is missed
 PARTS = 100  # maximum number of steps in which all weights are compared once
@@ -70,7 +70,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 
 @dataclass(frozen=True)
-class DivergenceErrorText:
+class RankDivergenceErrorText:
     """Error texts for a value that must be identical on several ranks."""
 
     value_name: str
@@ -79,30 +79,30 @@ class DivergenceErrorText:
 
 
 COMPARED_VALUES = {
-    "mode": DivergenceErrorText(
+    "mode": RankDivergenceErrorText(
         "modes (train or eval)",
         "All ranks must be in training mode, or all in eval mode, at the same time",
         "Call model.train() and model.eval() on all ranks, not under `if rank == 0:`",
     ),
-    "batch": DivergenceErrorText(
+    "batch": RankDivergenceErrorText(
         "batches",
         "Tensor and sequence parallel ranks must process the same batch. Only data ranks process different batches",
         "Select the batch by context.data.rank and context.data.size, not by the world rank, and seed samplers with "
         "the data rank",
     ),
-    "steps": DivergenceErrorText(
+    "steps": RankDivergenceErrorText(
         "numbers of optimizer steps",
         "If a rank skips a step, its weights differ from then on",
         "Call optimizer.step() on all ranks. If a GradScaler skipped a step on one rank, use "
         "shardformer.shard_optimizer(..., precision='fp16'), which skips steps on all ranks",
     ),
-    "options": DivergenceErrorText(
+    "options": RankDivergenceErrorText(
         "learning rates or other optimizer options",
         "All ranks must use the same optimizer options in every step",
         "Call scheduler.step() on all ranks, with the same metric. To use different learning rates, define parameter "
         "groups that are the same on all ranks",
     ),
-    "weights": DivergenceErrorText(
+    "weights": RankDivergenceErrorText(
         "replicated weights",
         "Ranks must update replicated weights identically",
         "Look for code that runs differently on one rank: gradient clipping other than shardformer.clip_grad_norm_, "
@@ -114,7 +114,7 @@ KIND_SHIFT = 40  # the bits above encode the class of the optimizer, and the bit
 
 
 @dataclass(eq=False)
-class ConsistencyMonitor:
+class RankConsistencyMonitor:
     """Checks in every step that ranks agree on the training mode, batch, optimizer options and replicated weights."""
 
     state: ShardingMetadata
@@ -133,8 +133,8 @@ class ConsistencyMonitor:
     def __post_init__(self) -> None:
         _get_random_signs(self.state.context.device)  # allocated before the memory of a step is measured
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
-        return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankConsistencyMonitor:
+        return RankConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
     def record_optimizer_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer step, and record the optimizer's numeric options such as the learning rate."""
@@ -146,25 +146,27 @@ class ConsistencyMonitor:
 
     # --- ranks that process the same batch
 
-    def encode_rank_state(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
+    def encode_training_state_as_ints(self, axis: Axis, forward_inputs: Collection[Any] = ()) -> list[int]:
         """Encode the training mode, batch, optimizer and weights as integers, to compare them between ranks."""
         options = _hash_to_62_bits(hash(self.options[1:]))
-        projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
+        projection = (
+            self._compute_weight_projection_and_norm(axis) if self.training else (0.0, 0.0)
+        )  # evaluation changes no weights
         return [
             int(self.training),
-            self.hash_inputs(inputs),
+            self.hash_forward_inputs(forward_inputs),
             self.steps,
             options,
             *struct.unpack("<2q", struct.pack("<2d", *projection)),
         ]
 
-    def count_stepped_batches(self, is_frozen: bool) -> int:
+    def count_batches_with_optimizer_step(self, is_stage_frozen: bool) -> int:
         """Return how many batches were followed by an optimizer step on this pipeline stage.
 
         Call this once before each batch. Returns 0 for a stage without trainable parameters. When such a stage trains
         again, its count continues from ``rounds_of_stages``, the count of the other stages.
         """
-        if is_frozen:
+        if is_stage_frozen:
             self.rounds = 0
         elif self._has_stepped:
             self.rounds = (self.rounds or self.rounds_of_stages) + 1
@@ -185,62 +187,62 @@ class ConsistencyMonitor:
         )
         return int(kind << KIND_SHIFT | numbers)
 
-    def hash_inputs(self, inputs: Collection[Any]) -> int:
+    def hash_forward_inputs(self, inputs: Collection[Any]) -> int:
         """Return a hash of the input tensors. On a GPU, hash shapes and the last batch's values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [compute_tensor_hash(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
-        previous = self._to_list_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
+        previous = self._to_list_without_sync("batch", torch.stack(on_gpu).sum()) if on_gpu else None
         return _hash_to_62_bits(
             [previous, *(tuple(x.shape) if x.is_cuda else compute_numel_and_hash(x) for x in tensors)]
         )
 
-    def check_gathered_rank_states(
-        self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
+    def check_gathered_states_match(
+        self, states_by_rank: Sequence[Sequence[int]], axis: Axis, forward_inputs: Collection[Any] = ()
     ) -> None:
         """Raise InputError on every rank if the gathered values differ between ranks."""
         weights = len(ORDER) - 1
-        projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
-        if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
-            projections
-        ):
-            self._raise_divergence(axis, inputs)
+        projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in states_by_rank]
+        if any(
+            values[:weights] != states_by_rank[0][:weights] for values in states_by_rank
+        ) or not self._are_projections_close(projections):
+            self._raise_divergence_error(axis, forward_inputs)
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
 
     # --- data ranks
 
     def compute_state_hash_bits(self, axis: Axis) -> list[float]:
         """Return a hash of the training state whose bits are 1 or -1, so that an all-reduce can compare it."""
-        known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
+        known = [self.training, self.steps, hash(self.options[1:]), self._hash_replicated_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
-    def check_reduced_hash_bits(self, sums: Tensor, axis: Axis) -> None:
+    def check_all_reduced_hash_signs(self, reduced_signs: Tensor, axis: Axis) -> None:
         """Raise InputError on every rank if data parallel ranks have different hashes.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
-        found = self._to_list_async(f"bits {axis.name}", sums.float().abs().min())
+        found = self._to_list_without_sync(f"bits {axis.name}", reduced_signs.float().abs().min())
         # a rank that differs reduces a sum by 2. With more than 256 ranks, 16-bit sums are not exact enough
         if found is not None and found <= axis.size - 2:
-            self._raise_divergence(axis)
+            self._raise_divergence_error(axis)
 
     # --- weights
 
-    def _hash_weights(self, axis: Axis) -> int:
+    def _hash_replicated_weights(self, axis: Axis) -> int:
         """Return a hash of the replicated weights that are compared in this step."""
         numbered = enumerate(self._get_weights_to_compare(axis), 1)
-        found = self._sum_to_list_async(
+        found = self._sum_tensors_without_gpu_sync(
             f"weights {axis.name}", [compute_tensor_hash(x) * number for number, x in numbered]
         )
         return 0 if found is None else _hash_to_62_bits(int(found))
 
-    def _project_weights(self, axis: Axis) -> tuple[float, float]:
+    def _compute_weight_projection_and_norm(self, axis: Axis) -> tuple[float, float]:
         """Return a random projection and the norm of the replicated weights that are compared in this step."""
         slices = self._get_weights_to_compare(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
-            sums = [_compute_random_projection(x, number) for number, x in enumerate(slices)]
-        found = self._sum_to_list_async(f"projection {axis.name}", sums) or (0.0, 0.0)
+            sums = [_compute_projection_and_squared_norm(x, number) for number, x in enumerate(slices)]
+        found = self._sum_tensors_without_gpu_sync(f"projection {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
@@ -252,37 +254,37 @@ class ConsistencyMonitor:
 
     def _get_weights_to_compare(self, axis: Axis) -> list[Tensor]:
         """Return the replicated weights that this step compares over an axis, as flat slices."""
-        part = self._get_weight_slices_of_step(axis)
-        if part is None or not all(has_data(entry.param) for entry, _ in part):
+        part = self._get_current_weight_slices(axis)
+        if part is None or not all(has_real_data(entry.param) for entry, _ in part):
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
-    def _sum_to_list_async(self, cache_key: str, tensors: Sequence[Tensor]) -> Any:
+    def _sum_tensors_without_gpu_sync(self, cache_key: str, tensors: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
         for tensor in tensors:
             total = tensor if total is None else total.to(tensor.device) + tensor
-        return None if total is None else self._to_list_async(cache_key, total)
+        return None if total is None else self._to_list_without_sync(cache_key, total)
 
-    def _get_weight_slices_of_step(self, axis: Axis) -> WeightSlices | None:
+    def _get_current_weight_slices(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
-            over = set(self._iter_axes_with_other_ranks(axis))
+            over = set(self._iter_overlapping_axis_names(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
-            self._parts[axis.name] = list(_split_weights_into_slices(replicated))
+            self._parts[axis.name] = list(_split_weights_into_per_step_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
-    def _iter_axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
+    def _iter_overlapping_axis_names(self, axis: Axis) -> Iterator[str]:
         """Yield the name of each mesh axis that contains this rank and at least one other rank of ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
-    def _to_list_async(self, cache_key: str, tensor: Tensor) -> Any:
+    def _to_list_without_sync(self, cache_key: str, tensor: Tensor) -> Any:
         """Return the values of ``tensor``; on a GPU, return those of the previous call to avoid a sync."""
-        if not has_data(tensor):
+        if not has_real_data(tensor):
             return None
         if not tensor.is_cuda:
             return tensor.tolist()
@@ -296,8 +298,8 @@ class ConsistencyMonitor:
 
     # --- where ranks differ
 
-    def _raise_divergence(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
-        every = all_gather_objects(self._get_divergence_details(axis, inputs), axis)
+    def _raise_divergence_error(self, axis: Axis, forward_inputs: Collection[Any] = ()) -> None:
+        every = all_gather_objects(self._get_local_values_for_error_message(axis, forward_inputs), axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
@@ -312,11 +314,13 @@ class ConsistencyMonitor:
             remedy=fact.remedy,
         )
 
-    def _get_divergence_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        part = self._get_weight_slices_of_step(axis)
+    def _get_local_values_for_error_message(self, axis: Axis, forward_inputs: Collection[Any]) -> dict[str, Any]:
+        tensors = [x for x in forward_inputs if isinstance(x, Tensor)]
+        part = self._get_current_weight_slices(axis)
         sums = (
-            {e.name: compute_numel_and_hash(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
+            {e.name: compute_numel_and_hash(e.param) for e, _ in part if has_real_data(e.param)}
+            if part is not None
+            else {}
         )
         return {
             "mode": "train" if self.training else "eval",
@@ -344,7 +348,7 @@ def _hash_to_62_bits(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _compute_random_projection(vector: Tensor, sign_shift: int) -> Tensor:
+def _compute_projection_and_squared_norm(vector: Tensor, sign_shift: int) -> Tensor:
     """Return a random projection of a vector, which is its sum with random signs, and its squared norm."""
     wide, signs = vector.double(), _get_random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
@@ -361,7 +365,7 @@ def _get_random_signs(device: torch.device) -> Tensor:
     if known is None:
         drawn = torch.randint(0, 2, (SIGNS,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
         known = (drawn.double() * 2 - 1).to(device)
-        if has_data(known):  # not the fake tensor of a trace
+        if has_real_data(known):  # not the fake tensor of a trace
             _SIGNS[device] = known
     return known
 
@@ -376,12 +380,12 @@ def _get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
+def _split_weights_into_per_step_slices(param_entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
     """Split the replicated weights into up to 100 groups of similar size; each training step compares one group."""
-    total = sum(e.param.numel() * e.param.element_size() for e in entries)
+    total = sum(e.param.numel() * e.param.element_size() for e in param_entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []
-    for entry in entries:
+    for entry in param_entries:
         at, numel, width = 0, entry.param.numel(), entry.param.element_size()
         while at < numel:
             count = min(max(int(room // width), 1), numel - at)
@@ -400,12 +404,12 @@ MODELS = "_shardformer_models"
 
 def _optimizer_step_post_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for state in get_metadata_of_trained_models(optimizer):
-        if isinstance(state.monitor, ConsistencyMonitor):
+        if isinstance(state.monitor, RankConsistencyMonitor):
             state.monitor.record_optimizer_step(optimizer)
 
 
-MONITOR_PATCHES: Mapping[Patch, Apply] = {
-    Patch(
+MONITOR_PATCHES: Mapping[LibraryPatch, Apply] = {
+    LibraryPatch(
         "torch.optim.Optimizer: global hook after step()",
         "shardformer.consistency.rank_divergence",
         "counts steps and reads learning rates, to detect diverging ranks",
@@ -425,8 +429,8 @@ def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingM
     return [table for each in known[1] if (table := each()) is not None]
 
 
-def sync_random_state_and_check_ranks(
-    metadata: ShardingMetadata, inputs: Collection[Any], has_drawn_random_numbers: bool = False
+def sync_random_state_and_check_ranks_agree(
+    metadata: ShardingMetadata, forward_inputs: Collection[Any], has_drawn_random_numbers: bool = False
 ) -> bool:
     """Synchronize the random state of ranks with the same batch, and check that these ranks agree.
 
@@ -435,19 +439,19 @@ def sync_random_state_and_check_ranks(
     axis, device, monitor = metadata.same_batch_axis, metadata.context.device, metadata.monitor
     if monitor is None or axis.size == 1:
         return broadcast_random_state(axis, device, has_drawn_random_numbers)
-    inputs = inputs if metadata.request.extra.get("check_inputs", True) else ()
+    forward_inputs = forward_inputs if metadata.request.extra.get("check_inputs", True) else ()
     return broadcast_random_state(
         axis,
         device,
         has_drawn_random_numbers,
-        monitor.encode_rank_state(axis, inputs),
-        lambda gathered: monitor.check_gathered_rank_states(gathered, axis, inputs),
+        monitor.encode_training_state_as_ints(axis, forward_inputs),
+        lambda gathered: monitor.check_gathered_states_match(gathered, axis, forward_inputs),
     )
 
 
-def check_same_batch(inputs: list[Any], axis: Axis) -> None:
+def check_ranks_received_same_batch(forward_inputs: list[Any], axis: Axis) -> None:
     """Raise InputError on every rank if the ranks of an axis received different batches."""
-    if is_different_across_ranks([compute_numel_and_hash(v) for v in inputs if isinstance(v, Tensor)], axis):
+    if is_different_across_ranks([compute_numel_and_hash(v) for v in forward_inputs if isinstance(v, Tensor)], axis):
         group = axis.name.replace("_", " and ")
         raise InputError(
             f"The {axis.size} {group} ranks received different batches, but must process the same batch.",
@@ -481,7 +485,7 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
     passes = [sum(each.passes for each in reducers) for _, reducers in found]
     if passes == optimizer.__dict__.get(PASSES, [0] * len(passes)):
         for _, reducers in found:
-            _check_gradients_agree(optimizer, reducers)
+            _check_ranks_have_same_gradients(optimizer, reducers)
     optimizer.__dict__[PASSES] = passes
 
 
@@ -489,7 +493,7 @@ def _get_gradient_reducers(metadata: ShardingMetadata) -> list[GradientReducer]:
     return [each for each in metadata.reducers if isinstance(each, GradientReducer) and each.sums]
 
 
-def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
+def _check_ranks_have_same_gradients(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
     """Raise ConfigError if a replicated parameter has different gradients on some ranks. All ranks must call this."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     over: dict[tuple[int, ...], list[GradientSlot]] = {}
@@ -514,6 +518,6 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
 
 
 def _compute_gradient_checksum(grad: Tensor | None) -> tuple[int, int] | None:
-    if grad is None or not has_data(grad):
+    if grad is None or not has_real_data(grad):
         return None
     return compute_numel_and_hash(grad.detach().to_dense() if grad.is_sparse else grad.detach())

@@ -30,7 +30,7 @@ SAME_DATA_HINT = (
 )
 
 
-def check_same_training_data(
+def check_ranks_have_same_training_data(
     data_settings: Mapping[str, Any],
     num_samples: int | None,
     get_sample: Callable[[int], Any] | None,
@@ -89,7 +89,7 @@ def _fingerprint_samples(
         for index in [order[0], *order]:  # the first sample is read twice
             sample = get_sample(index)
             found.append(hash_samples(sample))
-            sketches.append(compute_sample_projection(sample))
+            sketches.append(compute_sample_projection_and_norm(sample))
             if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
@@ -97,7 +97,7 @@ def _fingerprint_samples(
     return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
-def compute_sample_projection(sample: Any) -> tuple[float, float]:
+def compute_sample_projection_and_norm(sample: Any) -> tuple[float, float]:
     """Return the projection of a sample's floats onto a fixed random vector, and the norm of the floats."""
     decimals = list(_iter_float_tensors(sample))
     if not decimals:
@@ -110,7 +110,7 @@ def compute_sample_projection(sample: Any) -> tuple[float, float]:
 def _iter_leaves(nested_sample: Any) -> Iterator[Any]:
     """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
     if isinstance(nested_sample, Mapping) or (
-        isinstance(nested_sample, (list, tuple)) and not _is_plain_leaf(nested_sample)
+        isinstance(nested_sample, (list, tuple)) and not _is_plain_python_value(nested_sample)
     ):
         for each in (
             [nested_sample[key] for key in sorted(nested_sample, key=str)]
@@ -137,11 +137,11 @@ def hash_samples(*samples: Any) -> int:
 
     Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
     """
-    parts = [_make_hashable_leaf(leaf) for value in samples for leaf in _iter_leaves(value)]
+    parts = [_make_hashable(leaf) for value in samples for leaf in _iter_leaves(value)]
     return hash_to_int([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
-def _make_hashable_leaf(leaf: Any) -> tuple[bool, Any]:
+def _make_hashable(leaf: Any) -> tuple[bool, Any]:
     """Return whether a value consists of integers or strings, and a hashable representation of the value."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
@@ -154,12 +154,12 @@ def _make_hashable_leaf(leaf: Any) -> tuple[bool, Any]:
         array = numpy.asarray(leaf)
         is_exact = array.dtype.kind in "biuSU"
         return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
-    if _is_plain_leaf(leaf):
+    if _is_plain_python_value(leaf):
         return not isinstance(leaf, float), leaf
     return False, type(leaf).__name__  # repr may contain an address
 
 
-def _is_plain_leaf(leaf: Any) -> bool:
+def _is_plain_python_value(leaf: Any) -> bool:
     if isinstance(leaf, (list, tuple)):
         return bool(leaf) and all(type(each) is int for each in leaf)
     return leaf is None or isinstance(leaf, (str, bytes, int, float))

@@ -1,13 +1,13 @@
 """Attention and mask functions that transformers calls in models with context parallelism.
 
-The model is not modified: it requests a mask, gets a ``ChunkedMask``, and passes it to this attention function. If the
-sequence is not sharded, as in decoding with a cache, both functions call torch's own.
+The model is not modified: it requests a mask, gets a ``ChunkedAttentionMask``, and passes it to this attention
+function. If the sequence is not sharded, as in decoding with a cache, both functions call torch's own.
 
 Layers that are compiled with torch.compile call a custom operator. A graph contains only tensors and constants. The
 mask of an attention module and the positions of the ranks are objects, which differ in each forward pass. The graph
 therefore receives scalar tensors that refer to these objects:
 
-    q, k, v, site, mask --> context_attention --> out, lse, call      site: the module, mask: a ``ChunkedMask``
+    q, k, v, site, mask --> context_attention --> out, lse, call      site: the module, mask: a ``ChunkedAttentionMask``
     grad, q, k, v, out, lse, call --> context_attention_backward      call: the plan of the forward pass
 
 The sequence length can therefore change without a recompilation, as far as the compiler supports it.
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal_mask_predicate
+from shardformer.context_parallel.masks import ChunkedAttentionMask, causal_mask_predicate
 from shardformer.context_parallel.ring_attention import (
-    RingExchange,
+    RingKVExchange,
     ring_attention,
     ring_attention_backward,
     ring_attention_forward,
@@ -38,21 +38,21 @@ from shardformer.context_parallel.sequence_layout import (
     get_context_parallel_state,
 )
 from shardformer.context_parallel.ulysses import (
-    HeadExchange,
-    assign_key_heads,
-    assign_query_heads,
-    exchange_heads_for_positions,
-    exchange_positions_for_heads,
-    gather_heads,
-    scatter_heads,
+    UlyssesHeadExchange,
+    assign_key_heads_to_ranks,
+    assign_query_heads_to_ranks,
+    gather_heads_and_scatter_positions,
+    gather_heads_without_autograd,
+    scatter_heads_and_gather_positions,
+    scatter_heads_without_autograd,
 )
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.attention_registration import register_attention
-from shardformer.torch_compat import current_graph_task_id, has_data
+from shardformer.torch_compat import current_graph_task_id, has_real_data
 
 # B batch, N query heads, K key heads, s local positions, D head dim
 
-Mask = ChunkedMask | Tensor | None
+Mask = ChunkedAttentionMask | Tensor | None
 NAME = "shardformer_context"
 RUN = "_shardformer_context"
 """Attribute of an attention module that contains the ``ContextParallelState`` of its model."""
@@ -81,7 +81,7 @@ def context_parallel_attention(
 
     query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
 
-    Communicates as ``ring_attention`` and ``exchange_positions_for_heads``.
+    Communicates as ``ring_attention`` and ``scatter_heads_and_gather_positions``.
 
     Raises:
         ConfigError, InputError: for arguments that context parallelism does not support.
@@ -93,7 +93,7 @@ def context_parallel_attention(
         )
     positions = None if state is None else _find_query_layout(state, query, attention_mask)
     if state is None or positions is None:
-        if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
+        if isinstance(attention_mask, ChunkedAttentionMask):  # from a stack whose sequence is not sharded
             attention_mask = attention_mask.make_full_mask(query.device)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -109,23 +109,23 @@ def context_parallel_attention(
     scores = AttentionScoreOptions(scale, kwargs.get("softcap"))
     plan = make_attention_plan(module, state, query, key, attention_mask, dropout, scores, is_causal)
     q, k, v = (
-        exchange_positions_for_heads(query, plan.query_exchange),
-        exchange_positions_for_heads(key, plan.key_exchange),
-        exchange_positions_for_heads(value, plan.key_exchange),
+        scatter_heads_and_gather_positions(query, plan.query_exchange),
+        scatter_heads_and_gather_positions(key, plan.key_exchange),
+        scatter_heads_and_gather_positions(value, plan.key_exchange),
     )
     heads, bias = plan.local_query_heads.to(query.device), kwargs.get("position_bias")
     distance_bias = bias.distance_bias[heads] if isinstance(bias, PerDistancePositionBias) else None
     out = ring_attention(q, k, v, plan.exchange, None if sinks is None else sinks[heads], distance_bias)
-    return exchange_heads_for_positions(out, plan.query_exchange)[..., :width].transpose(1, 2).contiguous(), None
+    return gather_heads_and_scatter_positions(out, plan.query_exchange)[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionExchangePlan:
     """Describes what the ranks exchange in one call of an attention module."""
 
-    exchange: RingExchange
-    query_exchange: HeadExchange
-    key_exchange: HeadExchange
+    exchange: RingKVExchange
+    query_exchange: UlyssesHeadExchange
+    key_exchange: UlyssesHeadExchange
     local_query_heads: Tensor  # the query heads of this rank in its Ulysses group
 
 
@@ -134,11 +134,11 @@ def make_attention_plan(
     state: ContextParallelState,
     query: Tensor,
     key: Tensor,
-    chunked_mask: ChunkedMask | None,
+    chunked_mask: ChunkedAttentionMask | None,
     dropout: float,
     score_options: AttentionScoreOptions,
     is_causal: bool | None,
-) -> AttentionPlan:
+) -> AttentionExchangePlan:
     """Plan which heads and keys the ranks exchange in one attention call. Communicates nothing."""
     positions = _find_query_layout(state, query, chunked_mask)
     if positions is None:
@@ -150,15 +150,15 @@ def make_attention_plan(
         )
     if chunked_mask is None:
         chunked_mask = _make_default_chunked_mask(module, query, key, state, positions, is_causal)
-    of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], chunked_mask)
+    of_queries, of_keys = _make_query_and_key_head_exchanges(state, query.shape[1], key.shape[1], chunked_mask)
     heads = torch.tensor(of_queries.heads_by_rank[of_queries.axis.rank])
     if dropout > 0:
         score_options = replace(
             score_options,
             dropout=AttentionDropout(dropout, chunked_mask.seed + state.get_attention_module_index(module), heads),
         )
-    return AttentionPlan(
-        RingExchange(state.ring, chunked_mask, score_options, state.all_gather_kv), of_queries, of_keys, heads
+    return AttentionExchangePlan(
+        RingKVExchange(state.ring, chunked_mask, score_options, state.all_gather_kv), of_queries, of_keys, heads
     )
 
 
@@ -213,7 +213,7 @@ def patch_relative_position_bias(module: nn.Module, state: ContextParallelState)
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
-        module.__dict__["compute_bias"] = MethodType(_compute_bias_by_distance, module)
+        module.__dict__["compute_bias"] = MethodType(_compute_position_bias_per_distance, module)
 
 
 def has_patched_position_bias(module: nn.Module) -> bool:
@@ -221,7 +221,9 @@ def has_patched_position_bias(module: nn.Module) -> bool:
     return "compute_bias" in module.__dict__
 
 
-def _compute_bias_by_distance(module: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+def _compute_position_bias_per_distance(
+    module: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any
+) -> Any:
     state: ContextParallelState = module.__dict__[RUN]
     original: Any = getattr(type(module), "compute_bias")  # noqa: B009  # nn.Module declares no such attribute
     is_recomputing = current_graph_task_id() >= 0
@@ -234,9 +236,9 @@ def _compute_bias_by_distance(module: nn.Module, query_length: int, key_length: 
     return PerDistancePositionBias(distance_bias[0, :, 0])
 
 
-def _make_head_exchanges(
-    state: ContextParallelState, num_query_heads: int, num_key_heads: int, mask: ChunkedMask
-) -> tuple[HeadExchange, HeadExchange]:
+def _make_query_and_key_head_exchanges(
+    state: ContextParallelState, num_query_heads: int, num_key_heads: int, chunked_mask: ChunkedAttentionMask
+) -> tuple[UlyssesHeadExchange, UlyssesHeadExchange]:
     """Return how the ranks of a Ulysses group exchange query heads, and how they exchange key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if num_query_heads < axis.size:
@@ -245,16 +247,20 @@ def _make_head_exchanges(
             f"Ulysses cannot split the {num_query_heads} query heads of this rank over a group of {axis.size} ranks.",
             remedy=f"Use context_parallel='ring', or sequence=({ring_size}, {num_query_heads}).",
         )
-    q_heads = assign_query_heads(num_query_heads, axis.size)
-    query_lengths, key_lengths = (tuple(p.get_lengths_of_group_ranks(ring_rank)) for p in (mask.queries, mask.keys))
-    of_keys = HeadExchange(axis, assign_key_heads(q_heads, num_query_heads, num_key_heads), key_lengths, num_key_heads)
-    return HeadExchange(axis, q_heads, query_lengths, num_query_heads), of_keys
+    q_heads = assign_query_heads_to_ranks(num_query_heads, axis.size)
+    query_lengths, key_lengths = (
+        tuple(p.get_lengths_in_ulysses_group(ring_rank)) for p in (chunked_mask.queries, chunked_mask.keys)
+    )
+    of_keys = UlyssesHeadExchange(
+        axis, assign_key_heads_to_ranks(q_heads, num_query_heads, num_key_heads), key_lengths, num_key_heads
+    )
+    return UlyssesHeadExchange(axis, q_heads, query_lengths, num_query_heads), of_keys
 
 
 def _find_query_layout(state: ContextParallelState, query: Tensor, attention_mask: Mask) -> SequenceLayout | None:
     """Return which sequence positions the queries have on each rank, or None if the queries are not sharded."""
     count = query.shape[2]
-    if isinstance(attention_mask, ChunkedMask):
+    if isinstance(attention_mask, ChunkedAttentionMask):
         return attention_mask.queries if count == state.get_local_length(attention_mask.queries.length) else None
     if current_graph_task_id() < 0:
         return state.current
@@ -270,7 +276,7 @@ def _make_default_chunked_mask(
     state: ContextParallelState,
     sequence_layout: SequenceLayout,
     is_causal: bool | None,
-) -> ChunkedMask:
+) -> ChunkedAttentionMask:
     keys = state.find_layout_by_local_length(key.shape[2])
     if keys is None:
         length = key.shape[2]
@@ -281,7 +287,7 @@ def _make_default_chunked_mask(
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal_mask_predicate if is_causal and sequence_layout.length > 1 else None
-    return ChunkedMask(predicate, None, sequence_layout, keys, query.shape[0], dropout_seed=state.seed)
+    return ChunkedAttentionMask(predicate, None, sequence_layout, keys, query.shape[0], dropout_seed=state.seed)
 
 
 def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
@@ -304,7 +310,7 @@ def _check_attention_arguments(module: nn.Module, attention_mask: Mask, kwargs: 
         )
     for name, value in kwargs.items():
         # T5's cross-attention passes zeros; fake tensors have no values
-        if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
+        if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_real_data(value) and value.any():
             raise ConfigError(
                 f"Context parallelism does not support the tensor {name!r} that {type(module).__name__} passes to its "
                 "attention function.",
@@ -323,7 +329,7 @@ def context_parallel_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return the attention mask of a model as a ``ChunkedMask``, or torch's mask if the sequence is not sharded."""
+    """Return a model's attention mask as a ``ChunkedAttentionMask``, or torch's mask if the sequence is not sharded."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function
@@ -339,7 +345,9 @@ def context_parallel_mask(
         predicate, predicate
     )
     queries, keys = state.get_sequence_layout(q_length), state.get_sequence_layout(kv_length)
-    return ChunkedMask(predicate, padding, queries, keys, batch_size, use_vmap=use_vmap, dropout_seed=state.seed)
+    return ChunkedAttentionMask(
+        predicate, padding, queries, keys, batch_size, use_vmap=use_vmap, dropout_seed=state.seed
+    )
 
 
 def register_context_parallel_attention() -> None:
@@ -384,10 +392,10 @@ def unwrap_object_from_tensor(tensor: Tensor, expected_type: type) -> Any:
 
 def wrap_mask_in_tensor(attention_mask: Any) -> Any:
     """Wrap a context-parallel attention mask in a tensor, and return any other value unchanged."""
-    return wrap_object_in_tensor(attention_mask) if isinstance(attention_mask, ChunkedMask) else attention_mask
+    return wrap_object_in_tensor(attention_mask) if isinstance(attention_mask, ChunkedAttentionMask) else attention_mask
 
 
-def wrap_attention_in_tensors(layer_module: nn.Module) -> None:
+def add_tensor_wrappers_to_attention(layer_module: nn.Module) -> None:
     """Store each attention module of a layer in a tensor, which a compiled graph can pass to an operator."""
     for module in layer_module.modules():
         if RUN in module.__dict__:
@@ -396,28 +404,28 @@ def wrap_attention_in_tensors(layer_module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _SavedAttentionCall:
-    plan: AttentionPlan
+    plan: AttentionExchangePlan
     is_fully_masked: Tensor | None
     group_tensors: (
         tuple[Tensor, ...] | None
     )  # q, k, v, out, lse of the local heads in a Ulysses group, not in the graph
 
 
-def _context_attention(
+def _context_parallel_attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     wrapped_module: Tensor,
     wrapped_mask: Tensor | None,
-    group_size: int,
+    ulysses_group_size: int,
     dropout: float,
     scale: float,
     softcap: float | None,
     is_causal: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = unwrap_object_from_tensor(wrapped_module, nn.Module)
-    chunked = None if wrapped_mask is None else unwrap_object_from_tensor(wrapped_mask, ChunkedMask)
+    chunked = None if wrapped_mask is None else unwrap_object_from_tensor(wrapped_mask, ChunkedAttentionMask)
     state, scores = getattr(module, RUN), AttentionScoreOptions(scale, softcap)
     plan = make_attention_plan(module, state, q, k, chunked, dropout, scores, is_causal)
     local_q, local_k, local_v = (
@@ -426,7 +434,7 @@ def _context_attention(
     )
     local_sinks = None if sinks is None else sinks[plan.local_query_heads.to(sinks.device)]
     out, lse, sees_nothing = ring_attention_forward(local_q, local_k, local_v, local_sinks, None, plan.exchange)
-    if group_size == 1:
+    if ulysses_group_size == 1:
         return out.contiguous(), lse.contiguous(), wrap_object_in_tensor(_SavedAttentionCall(plan, sees_nothing, None))
     call = _SavedAttentionCall(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
     return (
@@ -436,14 +444,23 @@ def _context_attention(
     )
 
 
-def _context_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Any, wrapped_module: Tensor, wrapped_mask: Any, group_size: int, *_: Any
+def _context_parallel_attention_fwd_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Any,
+    wrapped_module: Tensor,
+    wrapped_mask: Any,
+    ulysses_group_size: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3] if group_size == 1 else (0,), dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(
+        q.shape[:3] if ulysses_group_size == 1 else (0,), dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     return q.new_empty(q.shape), lse, torch.empty_like(wrapped_module)
 
 
-def _context_attention_backward(
+def _context_parallel_attention_bwd(
     grad_output: Tensor,
     q: Tensor,
     k: Tensor,
@@ -471,19 +488,19 @@ def _context_attention_backward(
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), sinks_grad
 
 
-def _context_attention_backward_fake(
+def _context_parallel_attention_bwd_fake(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sinks_grad = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sinks_grad
 
 
-def _scatter_heads_if_sharded(tensor: Tensor, exchange: HeadExchange) -> Tensor:
-    return tensor if exchange.axis.size == 1 else scatter_heads(tensor, exchange)
+def _scatter_heads_if_sharded(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
+    return tensor if exchange.axis.size == 1 else scatter_heads_without_autograd(tensor, exchange)
 
 
-def _gather_heads_if_sharded(tensor: Tensor, exchange: HeadExchange) -> Tensor:
-    return tensor if exchange.axis.size == 1 else gather_heads(tensor, exchange)
+def _gather_heads_if_sharded(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
+    return tensor if exchange.axis.size == 1 else gather_heads_without_autograd(tensor, exchange)
 
 
 def _setup_attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -502,8 +519,8 @@ def _attention_autograd_backward(ctx: Any, grad_output: Tensor, *_: Any) -> tupl
 
 
 for _name, _run, _shape in (
-    ("context_attention", _context_attention, _context_attention_fake),
-    ("context_attention_backward", _context_attention_backward, _context_attention_backward_fake),
+    ("context_attention", _context_parallel_attention_fwd, _context_parallel_attention_fwd_fake),
+    ("context_attention_backward", _context_parallel_attention_bwd, _context_parallel_attention_bwd_fake),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)

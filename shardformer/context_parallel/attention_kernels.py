@@ -84,7 +84,7 @@ class AttentionScoreOptions:
 
 
 @dataclass(frozen=True)
-class BlockMask:
+class BlockAttentionMask:
     """Attention mask between a block of queries and a block of keys."""
 
     is_causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
@@ -93,8 +93,8 @@ class BlockMask:
     key_positions: Tensor  # positions of the keys
 
 
-def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, score_options: AttentionScoreOptions
+def partial_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockAttentionMask, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute attention to a subset of the keys, and return the output and the log-sum-exp of the scores.
 
@@ -124,10 +124,10 @@ def partial_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block_mask: BlockMask,
+    block_mask: BlockAttentionMask,
     score_options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the bias of ``partial_attention``.
+    """Return the gradients of q, k, v and the bias of ``partial_attention_with_lse``.
 
     ``out`` and ``lse`` are the output and the log-sum-exp of the attention to all keys.
     """
@@ -158,7 +158,7 @@ def get_masked_score(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def _make_additive_mask(block_mask: BlockMask, dtype: torch.dtype) -> Tensor | None:
+def _make_additive_mask(block_mask: BlockAttentionMask, dtype: torch.dtype) -> Tensor | None:
     if block_mask.mask is None:
         return None
     return torch.zeros(block_mask.mask.shape, dtype=dtype, device=block_mask.mask.device).masked_fill(
@@ -166,7 +166,9 @@ def _make_additive_mask(block_mask: BlockMask, dtype: torch.dtype) -> Tensor | N
     )
 
 
-def _make_masked_bias(block_mask: BlockMask, position_bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
+def _make_masked_bias(
+    block_mask: BlockAttentionMask, position_bias: RelativePositionBias, dtype: torch.dtype
+) -> Tensor:
     """Return the position bias with a large negative value for masked keys, as (B or 1, N, Q, S)."""
     added = position_bias.compute_position_bias(block_mask.query_positions, block_mask.key_positions)[None].to(dtype)
     if block_mask.mask is not None:
@@ -182,20 +184,27 @@ def _make_masked_bias(block_mask: BlockMask, position_bias: RelativePositionBias
 
 
 def _cuda_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockAttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     if block_mask.mask is None and q.dtype in HALF:
         found = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block_mask.is_causal, False, scale=scale)
         return found[0], found[1][..., : q.shape[2]]
-    bias = _make_cuda_mask(block_mask, q)
+    bias = _make_aligned_additive_mask(block_mask, q)
     found = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, block_mask.is_causal, scale=scale)
     return found[0], found[1][..., : q.shape[2]]  # the kernel pads the queries to 32
 
 
 def _cuda_attention_backward(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask, scale: float
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: BlockAttentionMask,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
@@ -213,7 +222,7 @@ def _cuda_attention_backward(
             q,
             k,
             v,
-            _make_cuda_mask(block_mask, q),
+            _make_aligned_additive_mask(block_mask, q),
             out,
             padded,
             none,
@@ -227,7 +236,7 @@ def _cuda_attention_backward(
     return dq, dk, dv
 
 
-def _make_cuda_mask(block_mask: BlockMask, q: Tensor) -> Tensor | None:
+def _make_aligned_additive_mask(block_mask: BlockAttentionMask, q: Tensor) -> Tensor | None:
     """Return the additive mask of all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
     added = _make_additive_mask(block_mask, q.dtype)
     if added is None:
@@ -240,16 +249,16 @@ def _make_cuda_mask(block_mask: BlockMask, q: Tensor) -> Tensor | None:
 
 
 def _eager_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, score_options: AttentionScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockAttentionMask, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     outs, sums = [], []
     for rows in _iter_query_slices(q, k):
-        scores, _ = _compute_scores(
+        scores, _ = _compute_scores_and_softcap_grad(
             q[:, :, rows], k, block_mask.query_positions[rows], block_mask.key_positions, score_options
         )
-        if (hidden := _get_masked_out_keys(block_mask, rows)) is not None:
+        if (hidden := _make_inverted_mask(block_mask, rows)) is not None:
             scores = scores.masked_fill(hidden, get_masked_score(acc_dtype))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
@@ -269,7 +278,7 @@ def _eager_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block_mask: BlockMask,
+    block_mask: BlockAttentionMask,
     score_options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -280,11 +289,11 @@ def _eager_attention_backward(
     k, v = _repeat_kv_heads(k, q), _repeat_kv_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
     for rows in _iter_query_slices(q, k):
-        scores, slope = _compute_scores(
+        scores, slope = _compute_scores_and_softcap_grad(
             q[:, :, rows], k, block_mask.query_positions[rows], block_mask.key_positions, score_options
         )
         weights = (scores - lse[:, :, rows, None]).exp()
-        if (hidden := _get_masked_out_keys(block_mask, rows)) is not None:
+        if (hidden := _make_inverted_mask(block_mask, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = (
             score_options.dropout.compute_dropout_factors(
@@ -316,7 +325,7 @@ def _eager_attention_backward(
     return torch.cat(dqs, 2), dk, dv, distance_bias
 
 
-def _compute_scores(
+def _compute_scores_and_softcap_grad(
     q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention scores, and the derivative of the soft cap if there is one."""
@@ -330,7 +339,7 @@ def _compute_scores(
     ).to(scores.dtype), slope
 
 
-def _get_masked_out_keys(block_mask: BlockMask, query_slice: slice) -> Tensor | None:
+def _make_inverted_mask(block_mask: BlockAttentionMask, query_slice: slice) -> Tensor | None:
     if block_mask.mask is not None:
         return ~block_mask.mask[:, :, query_slice]
     if block_mask.is_causal:

@@ -1,8 +1,8 @@
 """Attention masks for context parallelism, which are evaluated for one pair of sequence chunks at a time.
 
 transformers describes a mask as a function of four indices (sample, head, query, key): causal, sliding window, packed
-documents, prefix. ``ChunkedMask`` evaluates the function at the positions of the full sequence, and classifies each
-pair of chunks:
+documents, prefix. ``ChunkedAttentionMask`` evaluates the function at the positions of the full sequence, and classifies
+each pair of chunks:
 
     nothing     neither sent nor computed
     all         computed without a mask
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.context_parallel.attention_kernels import BlockMask
+from shardformer.context_parallel.attention_kernels import BlockAttentionMask
 from shardformer.context_parallel.sequence_layout import SequenceLayout, get_chunk_positions
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import has_data, is_true_or_unknown, without_fake_tensors
+from shardformer.torch_compat import has_real_data, is_true_or_unknown, without_fake_tensors
 
 # B batch, Q and S numbers of queries and keys
 
@@ -47,7 +47,7 @@ class ChunkVisibility(Enum):
     SOME = "some"
 
 
-class ChunkedMask:
+class ChunkedAttentionMask:
     """Attention mask of the full sequence that is evaluated chunk by chunk instead of stored as a tensor.
 
     Args:
@@ -77,7 +77,7 @@ class ChunkedMask:
         self._visibility = _get_cached_visibility((key, query_layout, key_layout, use_vmap)) if key is not None else {}
 
     @property
-    def can_mask_all_keys(self) -> bool:
+    def may_mask_all_keys_of_query(self) -> bool:
         return self.padding is not None or self.predicate not in (None, causal_mask_predicate)
 
     def compute_mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -118,25 +118,25 @@ class ChunkedMask:
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.compute_mask(rows, cols)
 
-    def get_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
+    def get_chunk_visibility(self, query_chunk_index: int, key_chunk_index: int) -> ChunkVisibility:
         """Return how much of a chunk of keys a chunk of queries attends to. The result is identical on all ranks."""
-        key = query_chunk, key_chunk
+        key = query_chunk_index, key_chunk_index
         if key not in self._visibility:
-            self._visibility[key] = self._compute_visibility(*key)
+            self._visibility[key] = self._compute_chunk_visibility(*key)
         return self._visibility[key]
 
     @without_fake_tensors()
-    def _compute_visibility(self, query_chunk: int, key_chunk: int) -> ChunkVisibility:
+    def _compute_chunk_visibility(self, query_chunk_index: int, key_chunk_index: int) -> ChunkVisibility:
         device = torch.device("cpu") if self.padding is None else self.padding.device
-        rows = get_chunk_positions(self.queries, (query_chunk,)).to(device)
-        cols = get_chunk_positions(self.keys, (key_chunk,)).to(device)
+        rows = get_chunk_positions(self.queries, (query_chunk_index,)).to(device)
+        cols = get_chunk_positions(self.keys, (key_chunk_index,)).to(device)
         is_square = len(rows) == len(cols) and bool((rows == cols).all())
         any_, all_, causal = False, True, is_square
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
         for start in range(0, len(rows), step):
             queries = rows[start : start + step]
             visible = self.compute_mask(queries, cols)
-            if not has_data(visible):
+            if not has_real_data(visible):
                 return ChunkVisibility.SOME  # a mask that depends on tensors without values, in a trace
             any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())
             causal = causal and bool((visible == (queries[:, None] >= cols[None, :])).all())
@@ -149,15 +149,22 @@ class ChunkedMask:
         return ChunkVisibility.CAUSAL if causal else ChunkVisibility.SOME
 
     def make_block_mask(
-        self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device
-    ) -> BlockMask:
+        self, query_chunk_indices: tuple[int, ...], key_chunk_indices: tuple[int, ...], device: torch.device
+    ) -> BlockAttentionMask:
         """Return the mask between several chunks of queries and several chunks of keys, for an attention kernel."""
-        rows, cols = get_chunk_positions(self.queries, query_chunks), get_chunk_positions(self.keys, key_chunks)
+        rows, cols = (
+            get_chunk_positions(self.queries, query_chunk_indices),
+            get_chunk_positions(self.keys, key_chunk_indices),
+        )
         positions = rows.to(device), cols.to(device)
-        is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
-        if is_causal or all(self.get_visibility(q, k) is ChunkVisibility.ALL for q in query_chunks for k in key_chunks):
-            return BlockMask(is_causal, None, *positions)
-        return BlockMask(False, self.compute_mask(*positions), *positions)
+        is_causal = query_chunk_indices == key_chunk_indices and self.is_causal(query_chunk_indices)
+        if is_causal or all(
+            self.get_chunk_visibility(q, k) is ChunkVisibility.ALL
+            for q in query_chunk_indices
+            for k in key_chunk_indices
+        ):
+            return BlockAttentionMask(is_causal, None, *positions)
+        return BlockAttentionMask(False, self.compute_mask(*positions), *positions)
 
     def is_causal(self, chunk_indices: tuple[int, ...]) -> bool:
         """Return whether the mask between the queries and the keys of these chunks is causal."""
@@ -166,20 +173,26 @@ class ChunkedMask:
             for r in chunk_indices
             for c in chunk_indices
         }
-        return self.queries == self.keys and all(self.get_visibility(*pair) is seen for pair, seen in expected.items())
+        return self.queries == self.keys and all(
+            self.get_chunk_visibility(*pair) is seen for pair, seen in expected.items()
+        )
 
-    def get_needed_key_chunks(self, ring_rank: int, key_chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def get_needed_key_chunks(self, ring_rank: int, key_chunk_indices: tuple[int, ...]) -> tuple[int, ...]:
         """Return the key chunks that at least one query of rank ``ring_rank`` attends to."""
         queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
-            c for c in key_chunks if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
+            c
+            for c in key_chunk_indices
+            if any(self.get_chunk_visibility(q, c) is not ChunkVisibility.NOTHING for q in queries)
         )
 
-    def get_attending_query_chunks(self, ring_rank: int, key_chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``key_chunks``."""
+    def get_attending_query_chunks(self, ring_rank: int, key_chunk_indices: tuple[int, ...]) -> tuple[int, ...]:
+        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``key_chunk_indices``."""
         queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
-            q for q in queries if any(self.get_visibility(q, c) is not ChunkVisibility.NOTHING for c in key_chunks)
+            q
+            for q in queries
+            if any(self.get_chunk_visibility(q, c) is not ChunkVisibility.NOTHING for c in key_chunk_indices)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -207,14 +220,14 @@ def _vmap_mask_predicate(predicate: Predicate) -> Callable[..., Tensor]:
 # --- masks that repeat in every forward pass
 
 
-class _VisibilityCache(threading.local):
+class _ChunkVisibilityCache(threading.local):
     """Caches which key chunks each query chunk attends to. Each thread has its own, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], ChunkVisibility]] = {}
 
 
-_VISIBILITY_CACHE = _VisibilityCache()
+_VISIBILITY_CACHE = _ChunkVisibilityCache()
 
 
 def _get_cached_visibility(mask_fingerprint: Hashable) -> dict[tuple[int, int], ChunkVisibility]:

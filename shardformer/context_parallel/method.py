@@ -37,7 +37,7 @@ class ContextParallelSizes:
         return " x ".join(parts)
 
 
-def is_method_explicit(context: ParallelContext, method: str) -> bool:
+def is_context_parallel_method_set(context: ParallelContext, method: str) -> bool:
     """Return whether the config specifies a context-parallel attention method instead of ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
@@ -62,14 +62,16 @@ def choose_context_parallel_sizes(model: nn.Module, context: ParallelContext, me
         return ContextParallelSizes(1, size)
     if method in ("ring", "gather"):
         return ContextParallelSizes(size, 1, method == "gather")
-    return min(_iter_candidate_sizes(model, context), key=lambda found: found[0])[1]
+    return min(_iter_candidate_sizes_with_costs(model, context), key=lambda found: found[0])[1]
 
 
-def _iter_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, ContextParallelSizes]]:
+def _iter_candidate_sizes_with_costs(
+    model: nn.Module, context: ParallelContext
+) -> Iterator[tuple[float, ContextParallelSizes]]:
     size, queries, keys = context.sequence.size, *_get_num_query_and_kv_heads(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
-        if size % group or group > queries or (group > 1 and not _is_group_inside_host(context, group)):
+        if size % group or group > queries or (group > 1 and not _is_ulysses_group_within_host(context, group)):
             continue
         ring = size // group
         local_keys = max(keys / group, 1)
@@ -89,12 +91,14 @@ def _get_num_query_and_kv_heads(model: nn.Module) -> tuple[int, int]:
     return 1, 1
 
 
-def _is_group_inside_host(context: ParallelContext, group_size: int) -> bool:
+def _is_ulysses_group_within_host(context: ParallelContext, ulysses_group_size: int) -> bool:
     """Return whether a Ulysses group of this size stays within one host, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
     lines = context.grid.get_rank_groups("sequence")
     return not any(
-        context.grid.crosses_hosts(line[i : i + group_size]) for line in lines for i in range(0, len(line), group_size)
+        context.grid.crosses_hosts(line[i : i + ulysses_group_size])
+        for line in lines
+        for i in range(0, len(line), ulysses_group_size)
     )

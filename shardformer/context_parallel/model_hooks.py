@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather_ints, broadcast
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
-from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel.masks import ChunkedAttentionMask
 from shardformer.context_parallel.sequence_layout import (
     ContextParallelState,
     SequenceLayout,
@@ -26,7 +26,7 @@ from shardformer.context_parallel.sequence_layout import (
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
     all_gather_rows,
-    average_input_grad,
+    average_grad_in_backward,
     set_in_model_forward,
     slice_local_rows,
 )
@@ -46,7 +46,7 @@ from shardformer.transformers_compat import find_kv_caches, get_forward_arg_name
 # B batch, S sequence, H hidden; s: local positions
 
 
-class ModelInputHook:
+class ContextParallelModelHook:
     """Hooks that enable context parallelism before each forward pass of a model, and disable it afterwards.
 
     Args:
@@ -70,9 +70,9 @@ class ModelInputHook:
             return None
         if self._draws and model.training:  # before the random states of the ranks are aligned
             state.seed = all_gather_ints([draw_shared_seed()], state.axis)[0][0]
-        return self._sync_input_grads(args, kwargs)
+        return self._average_input_grads_in_backward(args, kwargs)
 
-    def _sync_input_grads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _average_input_grads_in_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All-reduce the gradients of the model inputs, because each rank computes them only for its own positions."""
 
         def requires_grad_sync(leaf: Any) -> bool:
@@ -81,7 +81,7 @@ class ModelInputHook:
         if not torch.is_grad_enabled() or not any(map(requires_grad_sync, tree_leaves((args, kwargs)))):
             return None
         return tree_map(
-            lambda x: average_input_grad(x, self._state.axis) if requires_grad_sync(x) else x, (args, kwargs)
+            lambda x: average_grad_in_backward(x, self._state.axis) if requires_grad_sync(x) else x, (args, kwargs)
         )
 
     def _forward_hook(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -93,7 +93,7 @@ class ModelInputHook:
         return remove_kv_caches(output, self._arguments) if state.is_open else None
 
 
-class LayerStackHook:
+class ShardLayerStackSequenceHook:
     """Hooks that shard the sequence before a model's layers, and wrap their output in a sharded tensor.
 
     Args:
@@ -116,7 +116,9 @@ class LayerStackHook:
     ) -> None:
         self._state, self._path, self._first = state, stack_path, layers[0]
         self._random = LocalRNGState(state.axis.rank, enabled=has_random_ops)
-        self._untraced: Any = torch.compiler.disable(LayerStackHook._shard_layer_inputs)  # unbound, for copies
+        self._untraced: Any = torch.compiler.disable(
+            ShardLayerStackSequenceHook._shard_layer_inputs
+        )  # unbound, for copies
         self._full: int | None = None  # the sequence length of a forward pass between the first layer and the last
         for layer in dict.fromkeys(layers):
             register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._forward_pre_hook, with_kwargs=True)
@@ -130,9 +132,9 @@ class LayerStackHook:
             state.current = None
             return None
         hidden = get_first_tensor_arg(args, kwargs)
-        masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedMask)]
+        masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedAttentionMask)]
         if is_recomputing:
-            full = self._find_recomputed_length(layer, hidden, masks)
+            full = self._find_sequence_length_in_recomputation(layer, hidden, masks)
             if full is None:
                 state.current = None
                 return None
@@ -147,14 +149,14 @@ class LayerStackHook:
 
     def _shard_layer_inputs(self, args_and_kwargs: Any, hidden_states: Tensor, sequence_lengths: set[int]) -> Any:
         return tree_map_with_path(
-            lambda path, leaf: self._shard_input_tensor(
+            lambda path, leaf: self._shard_layer_argument(
                 (self._path, *path[1:]), leaf, leaf is hidden_states, sequence_lengths
             ),
             args_and_kwargs,
         )
 
-    def _find_recomputed_length(
-        self, layer: nn.Module, hidden_states: Tensor, masks: Sequence[ChunkedMask]
+    def _find_sequence_length_in_recomputation(
+        self, layer: nn.Module, hidden_states: Tensor, masks: Sequence[ChunkedAttentionMask]
     ) -> int | None:
         lengths = [mask.queries.length for mask in masks]
         matching = [
@@ -168,26 +170,34 @@ class LayerStackHook:
         found = state.find_layout_by_local_length(length)
         return None if found is None else found.length
 
-    def _shard_input_tensor(
-        self, argument_path: Hashable, leaf: Any, is_hidden_states: bool, sequence_lengths: set[int]
+    def _shard_layer_argument(
+        self, argument_path: Hashable, layer_argument: Any, is_hidden_states: bool, sequence_lengths: set[int]
     ) -> Any:
         state = self._state
-        if isinstance(leaf, SequenceShardedTensor):
-            state.record_sequence_length(leaf.rows.full)
-            rows = state.get_index_shards(leaf.rows.full)
-            return leaf.local if leaf.rows is rows else slice_local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
-        if not isinstance(leaf, Tensor):
+        if isinstance(layer_argument, SequenceShardedTensor):
+            state.record_sequence_length(layer_argument.rows.full)
+            rows = state.get_index_shards(layer_argument.rows.full)
+            return (
+                layer_argument.local
+                if layer_argument.rows is rows
+                else slice_local_rows(layer_argument.full_tensor(), rows, layer_argument.shard_dim)
+            )
+        if not isinstance(layer_argument, Tensor):
             # a cache of the local positions cannot be used, and a recomputation would append to it again
-            return None if hasattr(type(leaf), "get_seq_length") else leaf
-        leaf = resolve_deferred_tensors(leaf)
+            return None if hasattr(type(layer_argument), "get_seq_length") else layer_argument
+        layer_argument = resolve_deferred_tensors(layer_argument)
         if is_hidden_states:
             return (
-                slice_local_rows(leaf, state.get_index_shards(leaf.shape[1]), 1)
-                if leaf.shape[1] in sequence_lengths
-                else leaf
+                slice_local_rows(layer_argument, state.get_index_shards(layer_argument.shape[1]), 1)
+                if layer_argument.shape[1] in sequence_lengths
+                else layer_argument
             )
-        dim = state.find_sequence_dim(argument_path, leaf, sequence_lengths)
-        return leaf if dim is None else slice_local_rows(leaf, state.get_index_shards(leaf.shape[dim]), dim)
+        dim = state.find_sequence_dim(argument_path, layer_argument, sequence_lengths)
+        return (
+            layer_argument
+            if dim is None
+            else slice_local_rows(layer_argument, state.get_index_shards(layer_argument.shape[dim]), dim)
+        )
 
     def _forward_hook(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._state
@@ -230,7 +240,7 @@ def register_local_positions_hooks(module: nn.Module) -> None:
 # B batch, S sequence, H hidden; s: local positions
 
 
-class FullSequenceHook:
+class GatherFullSequenceHook:
     """Hooks that gather the full sequence before a module that needs all positions, and shard its output again.
 
     Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward

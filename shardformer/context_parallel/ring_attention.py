@@ -26,7 +26,7 @@ from shardformer.comm.collectives import all_gather, once_differentiable
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.context_parallel import attention_kernels as kernels
 from shardformer.context_parallel.attention_kernels import AttentionScoreOptions, RelativePositionBias
-from shardformer.context_parallel.masks import ChunkedMask, ChunkVisibility
+from shardformer.context_parallel.masks import ChunkedAttentionMask, ChunkVisibility
 from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -37,15 +37,15 @@ PURPOSE = "context"
 
 
 @dataclass(frozen=True)
-class RingExchange:
+class RingKVExchange:
     """Settings for the exchange of keys and values between the ranks of a ring."""
 
     axis: Axis
-    mask: ChunkedMask
+    mask: ChunkedAttentionMask
     score_options: AttentionScoreOptions
     all_gather_kv: bool = False  # all-gather all keys first, instead of sending them during the computation
 
-    def get_needed_chunks(self, requesting_rank: int, owner_rank: int) -> tuple[int, ...]:
+    def get_needed_kv_chunks(self, requesting_rank: int, owner_rank: int) -> tuple[int, ...]:
         """Return the indices of the sequence chunks that ``requesting_rank`` needs from the rank ``owner_rank``."""
         chunks = self.mask.keys.get_chunk_indices_of_rank(owner_rank)
         return chunks if self.all_gather_kv else self.mask.get_needed_key_chunks(requesting_rank, chunks)
@@ -55,7 +55,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    exchange: RingExchange,
+    exchange: RingKVExchange,
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
 ) -> Tensor:
@@ -85,7 +85,7 @@ class _RingAttention(Function):
         v: Tensor,
         sinks: Tensor | None,
         distance_bias: Tensor | None,
-        exchange: RingExchange,
+        exchange: RingKVExchange,
     ) -> Tensor:
         out, lse, ctx.sees_nothing = ring_attention_forward(q, k, v, sinks, distance_bias, exchange)
         ctx.exchange = exchange
@@ -99,22 +99,22 @@ class _RingAttention(Function):
 
 
 def ring_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, distance_bias: Tensor | None, exchange: RingExchange
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, distance_bias: Tensor | None, exchange: RingKVExchange
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the forward pass of ring attention without autograd.
 
     Returns the output, its log-sum-exp (B, N, s), and a mask of the queries that attend to no key. The mask is None if
     the attention mask cannot hide all keys.
     """
-    options = _with_distance_bias(exchange.score_options, distance_bias)
+    options = _add_distance_bias(exchange.score_options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     out: Tensor | None = None
     lse = q.new_full(q.shape[:3], kernels.get_masked_score(acc_dtype), dtype=acc_dtype)
     kv = torch.stack((k, v))
     for _, chunks, arrived in _iter_kv_by_owner_rank(kv, exchange):
-        for at, keys, block in _iter_kernel_calls(exchange, chunks, q.device):
+        for at, keys, block in _iter_query_key_slices_and_masks(exchange, chunks, q.device):
             key, value = arrived[:, :, :, keys]
-            block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
+            block_out, block_lse = kernels.partial_attention_with_lse(q[:, :, at], key, value, block, options)
             if out is None and block_out.shape[2] == q.shape[2]:
                 out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
                 continue
@@ -124,14 +124,14 @@ def ring_attention_forward(
     if sinks is not None:
         lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
         out = out * (before - lse).exp_()[..., None]
-    sees_nothing = lse < kernels.get_masked_score(acc_dtype) / 2 if exchange.mask.can_mask_all_keys else None
+    sees_nothing = lse < kernels.get_masked_score(acc_dtype) / 2 if exchange.mask.may_mask_all_keys_of_query else None
     if sees_nothing is not None:  # torch returns zero for such queries
         out = out.masked_fill(sees_nothing[..., None], 0.0)
     return out.to(q.dtype), lse, sees_nothing
 
 
 def ring_attention_backward(
-    grad_output: Tensor, saved_tensors: Sequence[Any], is_fully_masked: Tensor | None, exchange: RingExchange
+    grad_output: Tensor, saved_tensors: Sequence[Any], is_fully_masked: Tensor | None, exchange: RingKVExchange
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the backward pass of ring attention: the gradients of q, k, v, sinks and distance_bias.
 
@@ -139,7 +139,7 @@ def ring_attention_backward(
         saved_tensors: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``ring_attention_forward``.
     """
     q, k, v, sinks, distance_bias, out, lse = saved_tensors
-    options = _with_distance_bias(exchange.score_options, distance_bias)
+    options = _add_distance_bias(exchange.score_options, distance_bias)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
     bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
@@ -151,7 +151,7 @@ def ring_attention_backward(
     kv = torch.stack((k, v))
     for owner, chunks, arrived in _iter_kv_by_owner_rank(kv, exchange):
         total = torch.zeros_like(arrived)
-        for at, keys, block in _iter_kernel_calls(exchange, chunks, q.device):
+        for at, keys, block in _iter_query_key_slices_and_masks(exchange, chunks, q.device):
             d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad_output, q, out, lse))
             key, value = arrived[:, :, :, keys]
             q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
@@ -171,11 +171,11 @@ def ring_attention_backward(
     return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad
 
 
-def _with_distance_bias(score_options: AttentionScoreOptions, distance_bias: Tensor | None) -> AttentionScoreOptions:
+def _add_distance_bias(score_options: AttentionScoreOptions, distance_bias: Tensor | None) -> AttentionScoreOptions:
     return score_options if distance_bias is None else replace(score_options, bias=RelativePositionBias(distance_bias))
 
 
-def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingKVExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
     """Yield the keys and values of this rank, and then those of every other rank of the ring.
 
     Each item is (owner rank, chunk indices, keys and values (2, B, K, n, D)).
@@ -187,7 +187,7 @@ def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingExchange) -> Iterator[tuple
         lengths = [
             _count_key_positions(exchange, exchange.mask.keys.get_chunk_indices_of_rank(r)) for r in range(ranks)
         ]
-        joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
+        joined = all_gather(kv, axis, 3, lengths_by_rank=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
             yield owner, exchange.mask.keys.get_chunk_indices_of_rank(owner), joined[owner]
@@ -201,7 +201,7 @@ def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingExchange) -> Iterator[tuple
         following = _start_ring_step(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
-        elif exchange.get_needed_chunks(me, owner):
+        elif exchange.get_needed_kv_chunks(me, owner):
             raise AssertionError(
                 f"Ring attention on rank {me} received no keys from rank {owner}. Report this bug in ShardFormer."
             )
@@ -211,14 +211,14 @@ def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingExchange) -> Iterator[tuple
 
 
 def _start_ring_step(
-    kv: Tensor, exchange: RingExchange, step: int
+    kv: Tensor, exchange: RingKVExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
     """Start one step of the ring: send keys and values to a later rank, and receive those of an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
-    leaving, chunks = exchange.get_needed_chunks(to, axis.rank), exchange.get_needed_chunks(axis.rank, source)
+    leaving, chunks = exchange.get_needed_kv_chunks(to, axis.rank), exchange.get_needed_kv_chunks(axis.rank, source)
     at = _get_slice_of_chunks(exchange.mask.keys, exchange.mask.keys.get_chunk_indices_of_rank(axis.rank), leaving)
     out = kv[:, :, :, at].contiguous()
     into = kv.new_empty((*kv.shape[:3], _count_key_positions(exchange, chunks), kv.shape[4]))
@@ -234,7 +234,7 @@ def _start_send_recv(axis: Axis, dst: int, send_buffer: Tensor, src: int, recv_b
 class _KVGradExchange:
     """Sends gradients of keys and values to the ranks that own them, and sums the received gradients."""
 
-    def __init__(self, kv_grad: Tensor, exchange: RingExchange) -> None:
+    def __init__(self, kv_grad: Tensor, exchange: RingKVExchange) -> None:
         self._dkv, self._exchange, self._step = kv_grad, exchange, 0
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
@@ -250,7 +250,7 @@ class _KVGradExchange:
             self._dkv += kv_grads
             return
         reader = (axis.rank + step) % axis.size
-        chunks = exchange.get_needed_chunks(reader, axis.rank)
+        chunks = exchange.get_needed_kv_chunks(reader, axis.rank)
         into = kv_grads.new_empty((*kv_grads.shape[:3], _count_key_positions(exchange, chunks), kv_grads.shape[4]))
         out = kv_grads.contiguous()
         self._incoming.append((chunks, into, _start_send_recv(axis, owner_rank, out, reader, into), out))
@@ -283,40 +283,41 @@ class _KVGradExchange:
             self._dkv += arriving[rank]
 
 
-def _iter_kernel_calls(
-    exchange: RingExchange, key_chunks: tuple[int, ...], device: torch.device
-) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
+def _iter_query_key_slices_and_masks(
+    exchange: RingKVExchange, key_chunk_indices: tuple[int, ...], device: torch.device
+) -> Iterator[tuple[slice, slice, kernels.BlockAttentionMask]]:
     """Yield the query slice, the key slice and the mask for each call of an attention kernel.
 
     One call suffices if all queries attend to the same keys.
     """
     mask, rank = exchange.mask, exchange.axis.rank
-    rows = mask.get_attending_query_chunks(rank, key_chunks)
+    rows = mask.get_attending_query_chunks(rank, key_chunk_indices)
     seen = {
-        row: tuple(c for c in key_chunks if mask.get_visibility(row, c) is not ChunkVisibility.NOTHING) for row in rows
+        row: tuple(c for c in key_chunk_indices if mask.get_chunk_visibility(row, c) is not ChunkVisibility.NOTHING)
+        for row in rows
     }
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
-    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == key_chunks and mask.is_causal(rows))):
+    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == key_chunk_indices and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
         at = _get_slice_of_chunks(mask.queries, mask.queries.get_chunk_indices_of_rank(rank), queries)
-        yield at, _get_slice_of_chunks(mask.keys, key_chunks, keys), mask.make_block_mask(queries, keys, device)
+        yield at, _get_slice_of_chunks(mask.keys, key_chunk_indices, keys), mask.make_block_mask(queries, keys, device)
 
 
 def _get_slice_of_chunks(
-    sequence_layout: SequenceLayout, stored_chunks: tuple[int, ...], selected_chunks: tuple[int, ...]
+    sequence_layout: SequenceLayout, stored_chunk_indices: tuple[int, ...], selected_chunk_indices: tuple[int, ...]
 ) -> slice:
-    """Return the slice of a tensor of ``stored_chunks`` chunks that contains the ``selected_chunks`` chunks."""
+    """Return the slice of a tensor with the stored chunks that contains the selected chunks."""
     start = 0
     bounds = []
-    for chunk in stored_chunks:
+    for chunk in stored_chunk_indices:
         a, b = sequence_layout.chunks[chunk]
-        if chunk in selected_chunks:
+        if chunk in selected_chunk_indices:
             bounds += [start, start + b - a]
         start += b - a
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _count_key_positions(exchange: RingExchange, key_chunks: tuple[int, ...]) -> int:
+def _count_key_positions(exchange: RingKVExchange, key_chunk_indices: tuple[int, ...]) -> int:
     positions = exchange.mask.keys
-    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in key_chunks))
+    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in key_chunk_indices))

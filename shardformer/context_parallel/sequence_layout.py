@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_gather_ints
 from shardformer.errors import InputError
-from shardformer.layout.shard_spec import Slice, Split, get_even_bounds
+from shardformer.layout.shard_spec import Slice, Split, get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import tolist_or_ones
 
@@ -57,14 +57,14 @@ class SequenceLayout:
             )
 
     @staticmethod
-    def get_min_length(ring_size: int, group_size: int) -> int:
-        """Return the minimum length of a sequence that can be split over ``ring_size`` x ``group_size`` ranks."""
-        return ring_size * max(2, group_size) if ring_size > 1 else group_size
+    def get_min_length(ring_size: int, ulysses_group_size: int) -> int:
+        """Return the minimum length of a sequence that all ranks of the ring and of the Ulysses groups can share."""
+        return ring_size * max(2, ulysses_group_size) if ring_size > 1 else ulysses_group_size
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
         """Start and end positions of all chunks of the sequence. Each ring rank has two chunks."""
-        bounds = get_even_bounds(self.length, 2 * self.ring)
+        bounds = get_even_split_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
     def get_chunk_indices_of_rank(self, ring_rank: int) -> tuple[int, int]:
@@ -75,9 +75,9 @@ class SequenceLayout:
         """Return the rank in the ring that stores the chunk with this index."""
         return min(chunk_index, 2 * self.ring - 1 - chunk_index)
 
-    def get_lengths_of_group_ranks(self, ring_rank: int) -> list[int]:
+    def get_lengths_in_ulysses_group(self, ring_rank: int) -> list[int]:
         """Return the number of positions on each rank of the Ulysses group of ``ring_rank``."""
-        return [b - a for a, b in pairwise(self._get_group_bounds(ring_rank))]
+        return [b - a for a, b in pairwise(self._get_ulysses_group_bounds(ring_rank))]
 
     @cached_property
     def split(self) -> Split:
@@ -92,11 +92,11 @@ class SequenceLayout:
     def _get_chunk_slices(self, ring_rank: int) -> list[Slice]:
         return [self.chunks[chunk] for chunk in self.get_chunk_indices_of_rank(ring_rank)]
 
-    def _get_group_bounds(self, ring_rank: int) -> list[int]:
-        return get_even_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
+    def _get_ulysses_group_bounds(self, ring_rank: int) -> list[int]:
+        return get_even_split_bounds(sum(b - a for a, b in self._get_chunk_slices(ring_rank)), self.group)
 
-    def _get_local_slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
-        start, end = self._get_group_bounds(ring_rank)[group_rank : group_rank + 2]
+    def _get_local_slices(self, ring_rank: int, ulysses_rank: int) -> tuple[Slice, ...]:
+        start, end = self._get_ulysses_group_bounds(ring_rank)[ulysses_rank : ulysses_rank + 2]
         found: list[Slice] = []
         passed = 0
         for a, b in self._get_chunk_slices(ring_rank):

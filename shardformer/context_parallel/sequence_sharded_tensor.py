@@ -93,14 +93,14 @@ class SequenceShardedTensor(ShardedTensor):
         dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
         return dims[0] == dims[1] and self.rows.has_same_sharding_as(other.rows)
 
-    def sums_operand_gradients(self) -> bool:
+    def are_operand_grads_summed_over_ranks(self) -> bool:
         return is_in_model_forward()
 
     def _describe_shard(self) -> str:
         return f"{len(self.rows.local_indices)} of {self.rows.full} rows on {self.rows.axis}"
 
 
-def average_input_grad(input_tensor: Tensor, axis: Axis) -> Tensor:
+def average_grad_in_backward(input_tensor: Tensor, axis: Axis) -> Tensor:
     """Average the gradient of a model input over all ranks in the backward pass.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
@@ -130,7 +130,7 @@ def all_gather_rows(local_rows: Tensor, index_shards: IndexShards, dim: int) -> 
 
     def all_gather_and_sort(local_tensor: Tensor) -> Tensor:
         lengths = [len(part) for part in index_shards.parts]
-        joined = all_gather(local_tensor, index_shards.axis, dim, lengths=lengths, purpose="gather")
+        joined = all_gather(local_tensor, index_shards.axis, dim, lengths_by_rank=lengths, purpose="gather")
         return joined.index_select(dim, torch.cat(index_shards.parts).argsort().to(local_tensor.device))
 
     def reduce_scatter_grad(grad: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _apply_to_local_positions(func: TorchFunction, args: Args, kwargs: Kwargs) -
     return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
 
 
-def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _reduce_unsharded_dims(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply softmax or a reduction along dims that are not sharded, or sum all elements."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or tree_any(
@@ -194,10 +194,10 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return tree_map_only(Tensor, lambda t: SequenceShardedTensor(t, x.rows, shard_dim), out)
 
 
-def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply dropout with different random numbers on each rank, and restore the shared random state."""
     x = args[0]
-    if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
+    if not isinstance(x, SequenceShardedTensor) or rules.is_inplace_call(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
     random = LocalRNGState(x.rows.axis.rank)
     random.enter_local_rng_state(x.local)
@@ -207,7 +207,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         random.exit_local_rng_state()
 
 
-def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply ``view``, ``reshape`` or ``flatten`` to the local shard if possible, or to the full tensor."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
@@ -228,7 +228,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return rules.call_on_full_tensors(func, args, kwargs)
 
 
-def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Index a sharded tensor with integers, slices, None and ``...``. The sharded dim takes only slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
@@ -257,7 +257,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return SequenceShardedTensor(local, rows, where)
 
 
-def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
+def _handle_setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     """Write replicated rows to the positions that a boolean mask selects, as in ``x[mask] = rows``."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
@@ -285,7 +285,7 @@ def _is_basic_index(index: Any) -> bool:
     return index is None or index is Ellipsis or is_number or (isinstance(index, slice) and (index.step or 1) > 0)
 
 
-def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Compute F.cross_entropy or F.nll_loss on the local positions, and reduce the loss over all ranks."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
@@ -322,19 +322,19 @@ _NAMES: Mapping[Rule, str] = {
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
     _apply_to_local_positions: "linear layer_norm rms_norm",
-    _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
-    _dropout: "dropout",
-    rules.copy_local_shard: "clone contiguous detach",
+    _reduce_unsharded_dims: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
+    _handle_dropout: "dropout",
+    rules.apply_to_local_shard_and_rewrap: "clone contiguous detach",
     rules.call_on_local_shard: "requires_grad is_contiguous is_inference",
-    rules.apply_view: """
+    rules.apply_view_function: """
         transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk
         """,
-    _reshape: "view reshape flatten unflatten",
-    _getitem: "__getitem__",
-    _setitem: "__setitem__",
-    _cross_entropy: "cross_entropy nll_loss",
+    _handle_reshape: "view reshape flatten unflatten",
+    _handle_getitem: "__getitem__",
+    _handle_setitem: "__setitem__",
+    _handle_cross_entropy: "cross_entropy nll_loss",
 }
-SEQUENCE_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES)
+SEQUENCE_RULES: Mapping[Any, Rule] = rules.map_torch_functions_to_rules(_NAMES)
 """Function of torch -> its implementation on sharded tensors. All other functions gather the full tensor."""
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 

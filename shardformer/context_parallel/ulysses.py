@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import start_all_to_all
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.linear_communication import apply_with_custom_backward
 
@@ -29,7 +29,7 @@ PURPOSE = "context"
 
 
 @dataclass(frozen=True)
-class HeadExchange:
+class UlyssesHeadExchange:
     """Lists the attention heads and the number of positions of each rank of a Ulysses group."""
 
     axis: Axis
@@ -38,22 +38,22 @@ class HeadExchange:
     num_heads: int  # the total number of heads
 
 
-def assign_query_heads(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+def assign_query_heads_to_ranks(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Split the query heads as evenly as possible over the ranks, and return the heads of each rank."""
-    return tuple(tuple(range(a, b)) for a, b in pairwise(get_even_bounds(num_heads, num_ranks)))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(get_even_split_bounds(num_heads, num_ranks)))
 
 
-def assign_key_heads(
+def assign_key_heads_to_ranks(
     query_heads_by_rank: tuple[tuple[int, ...], ...], num_query_heads: int, num_key_heads: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the key heads that each rank needs for its query heads.
 
     A key head appears once if its local query heads form equal groups, and once per query head otherwise.
 
-    >>> assign_key_heads(assign_query_heads(4, 2), 4, 2), assign_key_heads(assign_query_heads(6, 4), 6, 2)
-    (((0,), (1,)), ((0,), (0, 1), (1,), (1,)))
-    >>> assign_key_heads(assign_query_heads(6, 2), 6, 4 // 2), assign_key_heads(((0, 1, 2), (3, 4)), 5, 5)
-    (((0,), (1,)), ((0, 1, 2), (3, 4)))
+    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(4, 2), 4, 2),
+    assign_key_heads_to_ranks(assign_query_heads_to_ranks(6, 4), 6, 2) (((0,), (1,)), ((0,), (0, 1), (1,), (1,)))
+    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(6, 2), 6, 4 // 2), assign_key_heads_to_ranks(((0, 1, 2),
+    (3, 4)), 5, 5) (((0,), (1,)), ((0, 1, 2), (3, 4)))
     """
     per_key = num_query_heads // num_key_heads
     found = []
@@ -65,7 +65,7 @@ def assign_key_heads(
     return tuple(found)
 
 
-def exchange_positions_for_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
+def scatter_heads_and_gather_positions(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
     """Exchange data between ranks, so that this rank has all positions for some of the heads.
 
     (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all, and another in the backward pass.
@@ -73,11 +73,13 @@ def exchange_positions_for_heads(tensor: Tensor, exchange: HeadExchange) -> Tens
     if exchange.axis.size == 1:
         return tensor
     return apply_with_custom_backward(
-        tensor, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange)
+        tensor,
+        partial(scatter_heads_without_autograd, exchange=exchange),
+        partial(gather_heads_without_autograd, exchange=exchange),
     )
 
 
-def exchange_heads_for_positions(tensor: Tensor, exchange: HeadExchange) -> Tensor:
+def gather_heads_and_scatter_positions(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
     """Exchange data between ranks, so that this rank has all heads for some of the positions.
 
     (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all, and another in the backward pass.
@@ -85,12 +87,14 @@ def exchange_heads_for_positions(tensor: Tensor, exchange: HeadExchange) -> Tens
     if exchange.axis.size == 1:
         return tensor
     return apply_with_custom_backward(
-        tensor, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange)
+        tensor,
+        partial(gather_heads_without_autograd, exchange=exchange),
+        partial(scatter_heads_without_autograd, exchange=exchange),
     )
 
 
-def scatter_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
-    """Run ``exchange_positions_for_heads`` without autograd. Communicates one all-to-all."""
+def scatter_heads_without_autograd(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
+    """Run ``scatter_heads_and_gather_positions`` without autograd. Communicates one all-to-all."""
     batch, _, _, width = tensor.shape
     num_heads = len(exchange.heads_by_rank[exchange.axis.rank])
     shapes = [(batch, num_heads, length, width) for length in exchange.lengths_by_rank]
@@ -99,8 +103,8 @@ def scatter_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
     )
 
 
-def gather_heads(tensor: Tensor, exchange: HeadExchange) -> Tensor:
-    """Run ``exchange_heads_for_positions`` without autograd. Communicates one all-to-all."""
+def gather_heads_without_autograd(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
+    """Run ``gather_heads_and_scatter_positions`` without autograd. Communicates one all-to-all."""
     batch, _, _, width = tensor.shape
     length = exchange.lengths_by_rank[exchange.axis.rank]
     shapes = [(batch, len(heads), length, width) for heads in exchange.heads_by_rank]

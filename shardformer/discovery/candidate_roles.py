@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
+from shardformer.discovery.forward_trace import ConnectedLinearLayers, ForwardTrace, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
-from shardformer.module_paths import get_num_features, join_path, match_paths, resolve_path
+from shardformer.module_paths import get_num_linear_features, join_path, match_paths, resolve_relative_path
 from shardformer.policies.experts import list_expert_shard_dim_choices
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 from shardformer.transformers_compat import get_uniform_config_field
@@ -28,7 +28,7 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
-class HeadCounts:
+class AttentionHeadCounts:
     """The numbers of query heads and key-value heads of an attention module."""
 
     num_heads: int
@@ -66,9 +66,9 @@ def iter_possible_head_counts(
     projection_names: Mapping[str, Any],
     out_features_by_name: Mapping[str, int],
     attention_width: int,
-    has_inner_inputs: bool,
+    has_inner_projection_inputs: bool,
     head_dim: int = 0,
-) -> Iterator[HeadCounts]:
+) -> Iterator[AttentionHeadCounts]:
     """Yield the possible numbers of heads of an attention module, the most likely first.
 
     Args:
@@ -78,7 +78,7 @@ def iter_possible_head_counts(
     config: Any = getattr(model, "config", None)
     usual = [get_uniform_config_field(config, name) for name in HEAD_COUNT_FIELDS]
     heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
-    heads_of |= _get_head_count_candidates(config, model.get_submodule(module_path))
+    heads_of |= _find_head_count_candidates(config, model.get_submodule(module_path))
     usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
     if config is None and head_dim and attention_width % head_dim == 0:
         seen = attention_width // head_dim
@@ -89,7 +89,7 @@ def iter_possible_head_counts(
         if heads < 1 or attention_width % heads or heads % kv or (heads, kv) in found:
             continue
         if not _are_valid_head_counts(
-            projection_names, out_features_by_name, heads, kv, attention_width // heads, has_inner_inputs
+            projection_names, out_features_by_name, heads, kv, attention_width // heads, has_inner_projection_inputs
         ):
             continue
         found.add((heads, kv))
@@ -99,14 +99,14 @@ def iter_possible_head_counts(
             if is_usual
             else {"num_heads": _parse_int_or_str(name), "num_kv_heads": _parse_int_or_str(kv_name or name)}
         )
-        yield HeadCounts(heads, kv, names)
+        yield AttentionHeadCounts(heads, kv, names)
 
 
 def _parse_int_or_str(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _get_head_count_candidates(config: Any, module: nn.Module) -> dict[str, int]:
+def _find_head_count_candidates(config: Any, module: nn.Module) -> dict[str, int]:
     """Collect the integer attributes of a module and its configs that may be head counts.
 
     These are the attributes with "head" in their names, or all of them if there are none.
@@ -137,7 +137,7 @@ def _are_valid_head_counts(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    has_inner_inputs: bool,
+    has_inner_projection_inputs: bool,
 ) -> bool:
     def has_out_features(projection: str, *expected_sizes: int) -> bool:
         return (
@@ -149,20 +149,20 @@ def _are_valid_head_counts(
         return False
     unit = out_features_by_name[q] // num_heads if q is not None else head_dim
     return (
-        (q is None or has_inner_inputs or unit == head_dim)
+        (q is None or has_inner_projection_inputs or unit == head_dim)
         and has_out_features("k", num_kv_heads * unit)
         and has_out_features("v", num_kv_heads * head_dim)
         and has_out_features("qkv", (num_heads + 2 * num_kv_heads) * head_dim)
         and (
             has_out_features("kv", 2 * num_kv_heads * head_dim)
-            or (has_inner_inputs and out_features_by_name[projection_names["kv"]] % num_kv_heads == 0)
+            or (has_inner_projection_inputs and out_features_by_name[projection_names["kv"]] % num_kv_heads == 0)
         )
         and all(out_features_by_name[gate] % num_heads == 0 for gate in projection_names.get("gates", ()))
     )
 
 
 def classify_size_attributes(
-    int_attributes: Mapping[str, int], head_counts: HeadCounts, attention_width: int
+    int_attributes: Mapping[str, int], head_counts: AttentionHeadCounts, attention_width: int
 ) -> dict[str, str]:
     """Classify integer attributes of an attention module as numbers of heads, KV heads, groups or features."""
     heads, kv_heads = head_counts.num_heads, head_counts.num_kv_heads
@@ -192,7 +192,7 @@ PARTITIONS = 4
 
 
 @dataclass(frozen=True)
-class BlockCandidates:
+class BlockShardingCandidates:
     """A group of linear layers, such as an MLP, and the ways in which it may be sharded, the most likely first."""
 
     layer_list_path: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
@@ -207,7 +207,7 @@ class BlockCandidates:
     )
 
 
-def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
+def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockShardingCandidates]:
     """Find the attention modules, MLPs and experts of a model, with possible ways to shard each of them.
 
     They are in the order of the forward pass. One layer represents all layers of its stack.
@@ -215,44 +215,49 @@ def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCa
     blocks, seen = [], set()
     for group in trace.groups:
         place, at = (
-            _find_enclosing_layer_paths(model, group.row, [group.entry, *group.columns]),
-            _find_enclosing_layer_paths(model, group.row, []),
+            _find_layer_list_and_layer_path(model, group.row, [group.entry, *group.columns]),
+            _find_layer_list_and_layer_path(model, group.row, []),
         )
-        key = at and (at[0], _replace_expert_index(model, group.row[len(at[1]) + 1 :], at[1], group.is_attention))
+        key = at and (
+            at[0],
+            _replace_expert_index_with_wildcard(model, group.row[len(at[1]) + 1 :], at[1], group.is_attention),
+        )
         if place is not None and key not in seen:
             seen.add(key)
             blocks.append(_make_block_candidates(model, trace, group, *place))
         elif place is None and not (group.is_attention and key in seen):  # a known attention role shards both groups
             columns = [path for c in group.columns for path in _find_same_module_in_all_layers(model, c)]
-            blocks.append(BlockCandidates("", [], columns, LEAVES_LAYER))
+            blocks.append(BlockShardingCandidates("", [], columns, LEAVES_LAYER))
     return blocks + _find_expert_block_candidates(model, trace)
 
 
 def _make_block_candidates(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_list_path: str, layer_path: str
-) -> BlockCandidates:
-    row = _replace_expert_index(model, group.row[len(layer_path) + 1 :], layer_path, group.is_attention)
-    optional = _is_missing_in_some_layers(model, layer_list_path, row)
+    model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_list_path: str, layer_path: str
+) -> BlockShardingCandidates:
+    row = _replace_expert_index_with_wildcard(model, group.row[len(layer_path) + 1 :], layer_path, group.is_attention)
+    optional = _is_missing_from_some_layers(model, layer_list_path, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer_path}.") for path in merged)]
     low_rank = any(group.row in merged for merged in inside)  # across layers, the residual stream connects them
     find = _iter_attention_candidates if group.is_attention else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer_path)]
-    misfits = [] if low_rank or group.is_attention else _find_mismatched_column_linears(model, group)
+    misfits = [] if low_rank or group.is_attention else _find_column_linears_of_wrong_width(model, group)
     attention = next((role for role in roles[:1] if isinstance(role, Attention)), None)
     gates = (
-        [join_path(layer_path, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
+        [join_path(layer_path, resolve_relative_path(attention.at, g)) for g in attention.projections.gates]
+        if attention
+        else []
     )
     columns = [path for c in misfits or gates or group.columns for path in _find_same_module_in_all_layers(model, c)]
     context = None
     if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
         context = _find_cross_attention_source(trace, group, layer_list_path)
     reason = LOW_RANK if low_rank else UNKNOWN if not roles else ""
-    return BlockCandidates(
+    return BlockShardingCandidates(
         layer_list_path, roles, columns, reason, _find_final_norm_path(model, trace, layer_list_path), context
     )
 
 
-def _find_mismatched_column_linears(model: nn.Module, group: LinearGroup) -> list[str]:
+def _find_column_linears_of_wrong_width(model: nn.Module, group: ConnectedLinearLayers) -> list[str]:
     """Return the column-parallel layers whose output does not fit the input of the row-parallel layer."""
     width = _get_linear_num_features(model, group.row, of_output=False)
     out = [c for c in group.columns if _get_linear_num_features(model, c, of_output=True) % width]
@@ -261,16 +266,18 @@ def _find_mismatched_column_linears(model: nn.Module, group: LinearGroup) -> lis
 
 def _find_same_module_in_all_layers(model: nn.Module, module_path: str) -> list[str]:
     """Return the paths of a module and of the corresponding modules in all other layers."""
-    place = _find_enclosing_layer_paths(model, module_path, [module_path])
+    place = _find_layer_list_and_layer_path(model, module_path, [module_path])
     if place is None:
         return [module_path]
     layers, layer = place
-    inside = _replace_expert_index(model, module_path[len(layer) + 1 :], layer, is_attention=False)
+    inside = _replace_expert_index_with_wildcard(model, module_path[len(layer) + 1 :], layer, is_attention=False)
     return match_paths(join_path(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
 
 
-def _find_enclosing_layer_paths(model: nn.Module, module_path: str, member_paths: list[str]) -> tuple[str, str] | None:
-    """Return the paths of the module list and of the layer that contain all ``member_paths``, or None."""
+def _find_layer_list_and_layer_path(
+    model: nn.Module, module_path: str, required_member_paths: list[str]
+) -> tuple[str, str] | None:
+    """Return the paths of the module list and of the layer that contain all ``required_member_paths``, or None."""
     parts = module_path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -280,7 +287,7 @@ def _find_enclosing_layer_paths(model: nn.Module, module_path: str, member_paths
     if len(lists) > 1 and _is_stage_with_layers(model, ".".join(parts[: at + 1]), ".".join(parts[: lists[1]])):
         at = lists[1]
     layer = ".".join(parts[: at + 1])
-    if not all(f"{member}.".startswith(f"{layer}.") for member in member_paths):
+    if not all(f"{member}.".startswith(f"{layer}.") for member in required_member_paths):
         return None
     return ".".join("*" if i in lists else part for i, part in enumerate(parts[:at])), layer
 
@@ -292,7 +299,7 @@ def _is_stage_with_layers(model: nn.Module, stage_path: str, layer_list_path: st
     if (
         len(stages) == 1
         or len({type(m) for m in stages}) > 1
-        or not _has_uniform_child_class(blocks)
+        or not _all_children_have_same_class(blocks)
         or "expert" in layer_list_path
     ):
         return False
@@ -302,14 +309,18 @@ def _is_stage_with_layers(model: nn.Module, stage_path: str, layer_list_path: st
 def _is_layer_list(model: nn.Module, module_path: str) -> bool:
     """Return whether a module is a ModuleList, or an ``nn.Sequential`` of modules of the same class."""
     module = model.get_submodule(module_path)
-    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and _has_uniform_child_class(module))
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and _all_children_have_same_class(module)
+    )
 
 
-def _has_uniform_child_class(container: nn.Module) -> bool:
+def _all_children_have_same_class(container: nn.Module) -> bool:
     return len({type(module) for module in container.children()}) == 1
 
 
-def _replace_expert_index(model: nn.Module, path_in_layer: str, layer_path: str, is_attention: bool) -> str:
+def _replace_expert_index_with_wildcard(
+    model: nn.Module, path_in_layer: str, layer_path: str, is_attention: bool
+) -> str:
     """Replace the index of an expert in a module path with ``*``, so that the path matches all experts."""
     parts = path_in_layer.split(".")
     if is_attention:
@@ -318,18 +329,20 @@ def _replace_expert_index(model: nn.Module, path_in_layer: str, layer_path: str,
         "*"
         if part.isdigit()
         and "expert" in parts[i - 1]
-        and _has_uniform_child_class(model.get_submodule(join_path(layer_path, *parts[:i])))
+        and _all_children_have_same_class(model.get_submodule(join_path(layer_path, *parts[:i])))
         else part
         for i, part in enumerate(parts)
     )
 
 
-def _is_missing_in_some_layers(model: nn.Module, layer_list_path: str, path_in_layer: str) -> bool:
+def _is_missing_from_some_layers(model: nn.Module, layer_list_path: str, path_in_layer: str) -> bool:
     names = [name for name, _ in model.named_modules()]
     return any(not match_paths(f"{layer}.{path_in_layer}", names) for layer in find_layer_paths(model, layer_list_path))
 
 
-def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str) -> Iterator[MLP]:
+def _iter_mlp_candidates(
+    model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_path: str
+) -> Iterator[MLP]:
     """Yield each way to describe a group of linear layers as a tensor-parallel MLP."""
     width = _get_linear_num_features(model, group.row, of_output=False)
     features = {_get_linear_num_features(model, c, of_output=True) for c in group.columns}
@@ -338,12 +351,12 @@ def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGro
     late = group.columns if len(group.columns) == 1 else []  # the entry may follow the start of a residual
     for entry in dict.fromkeys([group.entry, *late]):
         group = replace(group, entry=entry)
-        at = _replace_expert_index(model, entry[len(layer_path) + 1 :], layer_path, is_attention=False)
+        at = _replace_expert_index_with_wildcard(model, entry[len(layer_path) + 1 :], layer_path, is_attention=False)
         ups = [_get_path_relative_to_block(group, c, layer_path) for c in group.columns]
         norm = next(
             (
                 _get_path_relative_to_block(group, n, layer_path)
-                for n in _find_norms_after_column_parallel(model, trace, group, layer_path, {width})
+                for n in _find_norm_paths_after_column_linears(model, trace, group, layer_path, {width})
             ),
             None,
         )
@@ -359,7 +372,7 @@ def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGro
 
 
 def _iter_attention_candidates(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str
+    model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_path: str
 ) -> Iterator[Attention]:
     """Yield each way to describe a group of linear layers as tensor-parallel attention, the most likely first."""
     at, width = group.entry[len(layer_path) + 1 :], _get_linear_num_features(model, group.row, of_output=False)
@@ -420,7 +433,7 @@ def _iter_attention_candidates(
 
 
 def _get_accessed_int_attributes(
-    model: nn.Module, trace: ForwardTrace, module_path: str, head_counts: HeadCounts
+    model: nn.Module, trace: ForwardTrace, module_path: str, head_counts: AttentionHeadCounts
 ) -> dict[str, int]:
     """Return the integer attributes that an attention module reads. Omits chance matches of the head count."""
     module, head_field = model.get_submodule(module_path), str(head_counts.attention_kwargs.get("num_heads", ""))
@@ -443,15 +456,15 @@ def _get_accessed_int_attributes(
     }
 
 
-def _get_path_relative_to_block(group: LinearGroup, module_path: str, layer_path: str) -> str:
+def _get_path_relative_to_block(group: ConnectedLinearLayers, module_path: str, layer_path: str) -> str:
     """Make a module path relative to its block. Outside the block, it is relative to the layer, as ``.path``."""
     if f"{module_path}.".startswith(f"{group.entry}."):
         return module_path[len(group.entry) :].lstrip(".")
     return module_path[len(layer_path) :]
 
 
-def _find_norms_after_column_parallel(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer_path: str, allowed_norm_sizes: set[int]
+def _find_norm_paths_after_column_linears(
+    model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_path: str, allowed_norm_sizes: set[int]
 ) -> list[str]:
     norms = [
         n for n, marks in trace.columns_by_norm.items() if marks & set(group.columns) and n.startswith(f"{layer_path}.")
@@ -468,12 +481,12 @@ def _get_norm_num_features(norm: nn.Module) -> int:
 def _classify_qk_norms(
     model: nn.Module,
     trace: ForwardTrace,
-    group: LinearGroup,
+    group: ConnectedLinearLayers,
     layer_path: str,
-    head_counts: HeadCounts,
+    head_counts: AttentionHeadCounts,
     attention_width: int,
 ) -> dict[str, str]:
-    norms = _find_norms_after_column_parallel(
+    norms = _find_norm_paths_after_column_linears(
         model,
         trace,
         group,
@@ -493,7 +506,9 @@ def _classify_qk_norms(
     return kinds
 
 
-def _guess_param_shard_dims(module: nn.Module, head_counts: HeadCounts, attention_width: int) -> list[dict[str, Any]]:
+def _guess_param_shard_dims(
+    module: nn.Module, head_counts: AttentionHeadCounts, attention_width: int
+) -> list[dict[str, Any]]:
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if not own:
         return [{}]
@@ -508,7 +523,9 @@ def _guess_param_shard_dims(module: nn.Module, head_counts: HeadCounts, attentio
     return _deduplicate_dicts([guess, dict.fromkeys(own, "inside")])
 
 
-def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, head_counts: HeadCounts) -> dict[str, LocalAttr]:
+def _find_per_head_arguments(
+    trace: ForwardTrace, group: ConnectedLinearLayers, head_counts: AttentionHeadCounts
+) -> dict[str, LocalAttr]:
     """Find the arguments of an attention module that have a dimension for the heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
@@ -517,7 +534,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, head_count
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
-def _find_extra_projection_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
+def _find_extra_projection_inputs(model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers) -> list[str]:
     """Return the other inputs of an attention module's projections, such as the encoder's hidden states."""
     names: dict[str, bool] = {}
     for like in _find_same_module_in_all_layers(model, group.entry):
@@ -533,18 +550,22 @@ def _deduplicate_dicts(dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for i, one in enumerate(dicts) if one not in dicts[:i]]
 
 
-def _find_expert_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
-    found: dict[tuple[str, str], BlockCandidates] = {}
+def _find_expert_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockShardingCandidates]:
+    found: dict[tuple[str, str], BlockShardingCandidates] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
-        place = _find_enclosing_layer_paths(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
+        place = (
+            _find_layer_list_and_layer_path(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
+        )
         if place is None:
             continue
         layers, layer = place
         at = path[len(layer) + 1 :]
-        optional = _is_missing_in_some_layers(model, layers, at)
+        optional = _is_missing_from_some_layers(model, layers, at)
         roles = [replace(role, optional=optional) for role in _iter_expert_candidates(module, at, stacked)]
-        found.setdefault((layers, at), BlockCandidates(layers, roles, _find_same_module_in_all_layers(model, path)))
+        found.setdefault(
+            (layers, at), BlockShardingCandidates(layers, roles, _find_same_module_in_all_layers(model, path))
+        )
     return list(found.values())
 
 
@@ -562,7 +583,7 @@ def _iter_expert_candidates(
 
 
 def _find_cross_attention_source(
-    trace: ForwardTrace, group: LinearGroup, layer_list_path: str
+    trace: ForwardTrace, group: ConnectedLinearLayers, layer_list_path: str
 ) -> tuple[str, str] | None:
     """Find the module argument through which a decoder receives the encoder's hidden states, or return None."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
@@ -593,7 +614,7 @@ def _find_final_norm_path(model: nn.Module, trace: ForwardTrace, layer_list_path
 
 
 def _get_linear_num_features(model: nn.Module, linear_path: str, *, of_output: bool) -> int:
-    return get_num_features(model.get_submodule(linear_path), of_output=of_output)
+    return get_num_linear_features(model.get_submodule(linear_path), return_out_features=of_output)
 
 
 EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_rowwise",)}
@@ -619,11 +640,12 @@ def find_role_matching_plan(
         layer_list_path: the path of the list of layers.
     """
     return next(
-        (role for role in candidate_roles if _is_consistent_with_tp_plan(tp_plan, f"{layer_list_path}.*", role)), None
+        (role for role in candidate_roles if _is_role_consistent_with_tp_plan(tp_plan, f"{layer_list_path}.*", role)),
+        None,
     )
 
 
-def _is_consistent_with_tp_plan(tp_plan: Mapping[str, str], layer_path: str, role: Role) -> bool:
+def _is_role_consistent_with_tp_plan(tp_plan: Mapping[str, str], layer_path: str, role: Role) -> bool:
     if isinstance(role, Attention):
         linears = role.projections
         if linears.interleaved or linears.qkv is not None:  # the plan omits the order of heads in a fused matrix
@@ -634,7 +656,7 @@ def _is_consistent_with_tp_plan(tp_plan: Mapping[str, str], layer_path: str, rol
         columns, down = [role.up] if isinstance(role.up, str) else [*role.up], role.down
 
     def get_tp_style(linear_name: str) -> str:
-        return tp_plan.get(join_path(layer_path, resolve_path(role.at, linear_name.rstrip("?"))), "")
+        return tp_plan.get(join_path(layer_path, resolve_relative_path(role.at, linear_name.rstrip("?"))), "")
 
     if isinstance(role, Experts):
         ups = [get_tp_style(name) for name in columns if not name.endswith("bias")]

@@ -35,7 +35,7 @@ class SizeLocation(Enum):
 
 
 @dataclass(frozen=True)
-class SizeOccurrence:
+class ModelSizeLocation:
     """A place in a model where a size occurs, such as one dim of a parameter."""
 
     name: str  # path of the parameter, buffer, list or attribute
@@ -45,17 +45,17 @@ class SizeOccurrence:
 
 
 @dataclass(frozen=True)
-class ConfigField:
+class IntConfigField:
     """An integer config field and the sizes of the model that depend on it."""
 
     path: Path
     value: int
     changed_value: int
-    changed_sizes: Mapping[SizeOccurrence, tuple[float, float]]  # sizes with ``value`` and with ``changed_value``
+    changed_sizes: Mapping[ModelSizeLocation, tuple[float, float]]  # sizes with ``value`` and with ``changed_value``
     has_changed_structure: bool  # whether the model with ``changed_value`` has different parameters or modules
 
     @cached_property
-    def size_ratios(self) -> dict[SizeOccurrence, Fraction]:
+    def size_ratios(self) -> dict[ModelSizeLocation, Fraction]:
         """Ratio of each size to this config field, for sizes that are proportional to the field."""
         return {
             place: Fraction(old) / self.value
@@ -63,23 +63,23 @@ class ConfigField:
             if isinstance(old, int) and new * self.value == old * self.changed_value
         }
 
-    def compute_matrix_dim_growth(self) -> list[Fraction]:
+    def compute_matrix_dim_growth_per_unit(self) -> list[Fraction]:
         """Return how much each matrix dim inside a layer grows when this config field increases by one."""
         inside = (
             pair for place, pair in self.changed_sizes.items() if place.depth and place.location is SizeLocation.MATRIX
         )
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
-    def get_changed_matrix_names(self) -> set[str]:
+    def get_dependent_matrix_names(self) -> set[str]:
         """Return the names of the matrices inside layers whose shapes depend on this config field."""
         return {place.name for place in self.changed_sizes if place.location is SizeLocation.MATRIX and place.depth}
 
-    def has_shrinking_tensor_dim(self) -> bool:
+    def shrinks_a_tensor_dim_when_increased(self) -> bool:
         """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
         tensors = [sizes for place, sizes in self.changed_sizes.items() if place.location is not SizeLocation.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
-    def get_sizes_equal_to_value(self) -> list[SizeOccurrence]:
+    def get_sizes_equal_to_value(self) -> list[ModelSizeLocation]:
         """Return the tensor dims and module list lengths that always equal this config field."""
         return [
             place
@@ -87,7 +87,7 @@ class ConfigField:
             if times == 1 and place.location is not SizeLocation.ATTRIBUTE
         ]
 
-    def has_only_derived_attributes(self) -> bool:
+    def affects_only_derived_attributes(self) -> bool:
         """Return whether this config field affects only module attributes that are computed from it."""
         computed = (
             s.location is SizeLocation.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items()
@@ -103,7 +103,7 @@ class ConfigField:
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     @cached_property
-    def attention_scale_factors(self) -> set[SizeOccurrence]:
+    def attention_scale_factor_locations(self) -> set[ModelSizeLocation]:
         """The scale factors of attention scores that depend on this config field."""
         factors = ((s, old, new) for s, (old, new) in self.changed_sizes.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.changed_value - self.value) > 0}
@@ -115,7 +115,7 @@ MIN_WIDTH = 8  # smaller numbers count image channels, audio codebooks or speake
 MAX_FUSED = 4  # largest number of widths that are concatenated in one matrix
 
 
-class FieldMeaning(Enum):
+class ConfigFieldMeaning(Enum):
     """The possible meanings of an integer config field, such as the hidden size or the number of heads."""
 
     HIDDEN = auto()  # features of the hidden states
@@ -129,37 +129,53 @@ class FieldMeaning(Enum):
     LAYERS = auto()  # length of a list inside a layer
 
 
-def infer_field_meanings(all_fields: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
+def infer_field_meanings(all_fields: Sequence[IntConfigField]) -> dict[Path, ConfigFieldMeaning]:
     """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
     meanings = {field.path: meaning for field in all_fields if (meaning := _infer_field_meaning(field)) is not None}
     by_heads = {
-        place for field in all_fields if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
+        place
+        for field in all_fields
+        if meanings.get(field.path) is ConfigFieldMeaning.HEADS
+        for place in field.changed_sizes
     }
     for field in all_fields:
-        if meanings.get(field.path) is FieldMeaning.HEAD_DIM and (
-            field.attention_scale_factors & by_heads or _affects_all_matrices(field, all_fields)
+        if meanings.get(field.path) is ConfigFieldMeaning.HEAD_DIM and (
+            field.attention_scale_factor_locations & by_heads or _affects_all_matrices(field, all_fields)
         ):
-            meanings[field.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
-    hidden = [n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HIDDEN]
+            meanings[field.path] = ConfigFieldMeaning.HIDDEN  # a width that is divided into heads
+    hidden = [n.value for n in all_fields if meanings.get(n.path) is ConfigFieldMeaning.HIDDEN]
     for field, other in combinations(all_fields, 2):
         known = {meanings.get(field.path), meanings.get(other.path)}
         shared_tensors = {place.name for place in field.get_sizes_equal_to_value()} & {
             place.name for place in other.get_sizes_equal_to_value()
         }
-        pair = (field.value * other.value in hidden and shared_tensors) or _is_field_product_a_size(field, other)
-        if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
+        pair = (field.value * other.value in hidden and shared_tensors) or _is_size_proportional_to_product(
+            field, other
+        )
+        if pair and not known & {
+            ConfigFieldMeaning.HIDDEN,
+            ConfigFieldMeaning.EXPERTS,
+            ConfigFieldMeaning.ROWS,
+            ConfigFieldMeaning.CHANNELS,
+        }:
             heads, dim = sorted((field, other), key=lambda n: n.value)
-            if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
+            if (
+                meanings.get(heads.path) is ConfigFieldMeaning.HEAD_DIM
+                or meanings.get(dim.path) is ConfigFieldMeaning.HEADS
+            ):
                 heads, dim = dim, heads
-            for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
-                if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
+            for one, meaning in ((heads, ConfigFieldMeaning.HEADS), (dim, ConfigFieldMeaning.HEAD_DIM)):
+                if meanings.get(one.path) not in (ConfigFieldMeaning.HEADS, ConfigFieldMeaning.HEAD_DIM):
                     meanings[one.path] = meaning
-    for field in (field for field in all_fields if field.path not in meanings and not field.has_shrinking_tensor_dim()):
-        if (meaning := _guess_head_field_meaning(field, all_fields, meanings)) is not None:
+    for field in (
+        field for field in all_fields if field.path not in meanings and not field.shrinks_a_tensor_dim_when_increased()
+    ):
+        if (meaning := _guess_head_count_or_head_dim_meaning(field, all_fields, meanings)) is not None:
             meanings[field.path] = meaning
-    parts = [n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
+    parts = [n.value for n in all_fields if meanings.get(n.path) is ConfigFieldMeaning.HEAD_DIM]
     least = min(
-        (n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1)
+        (n.value for n in all_fields if meanings.get(n.path) is ConfigFieldMeaning.HEADS),
+        default=max(hidden, default=1),
     )
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for field in all_fields:
@@ -167,13 +183,13 @@ def infer_field_meanings(all_fields: Sequence[ConfigField]) -> dict[Path, FieldM
             SizeLocation.BUFFER
         }:
             is_part = field.value <= largest or get_rotary_dim_candidates(field) & {*parts}
-            meanings[field.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
+            meanings[field.path] = ConfigFieldMeaning.HEAD_DIM if is_part else ConfigFieldMeaning.POSITIONS
     return meanings
 
 
-def _guess_head_field_meaning(
-    field: ConfigField, all_fields: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
-) -> FieldMeaning | None:
+def _guess_head_count_or_head_dim_meaning(
+    field: IntConfigField, all_fields: Sequence[IntConfigField], known_meanings: Mapping[Path, ConfigFieldMeaning]
+) -> ConfigFieldMeaning | None:
     """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
     if any(place.location is SizeLocation.CHANNEL for place in field.changed_sizes):
         return None
@@ -182,9 +198,11 @@ def _guess_head_field_meaning(
         for s, k in field.size_ratios.items()
         if s.depth and s.location in (SizeLocation.VECTOR, SizeLocation.MATRIX)
     }
-    hidden = {n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HIDDEN}
+    hidden = {n.value for n in all_fields if known_meanings.get(n.path) is ConfigFieldMeaning.HIDDEN}
     heads = {
-        n.value for n in all_fields if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]
+        n.value
+        for n in all_fields
+        if known_meanings.get(n.path) is ConfigFieldMeaning.HEADS and n.path[:-1] == field.path[:-1]
     }
     alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
@@ -192,76 +210,78 @@ def _guess_head_field_meaning(
         for times in inside.values()
     )
     if len({*inside.values()}) <= 2 and (alone or shared):
-        return FieldMeaning.HEADS
+        return ConfigFieldMeaning.HEADS
     if (
         not inside
-        and field.compute_matrix_dim_growth()
-        and (field.value not in heads or 1 in field.compute_matrix_dim_growth())
+        and field.compute_matrix_dim_growth_per_unit()
+        and (field.value not in heads or 1 in field.compute_matrix_dim_growth_per_unit())
     ):
-        return FieldMeaning.HEAD_DIM
+        return ConfigFieldMeaning.HEAD_DIM
     return None
 
 
-def get_rotary_dim_candidates(field: ConfigField) -> set[int]:
+def get_rotary_dim_candidates(field: IntConfigField) -> set[int]:
     """Return the rotary dims that a config field may determine, based on the buffers that depend on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.location is SizeLocation.BUFFER}
 
 
-def _affects_all_matrices(field: ConfigField, all_fields: Sequence[ConfigField]) -> bool:
+def _affects_all_matrices(field: IntConfigField, all_fields: Sequence[IntConfigField]) -> bool:
     """Return whether a config field affects at least the same matrices as all other fields of its config."""
     neighbors = [n for n in all_fields if n.path[:-1] == field.path[:-1]]
-    return len(neighbors) > 1 and field.get_changed_matrix_names() >= {
-        name for other in neighbors for name in other.get_changed_matrix_names()
+    return len(neighbors) > 1 and field.get_dependent_matrix_names() >= {
+        name for other in neighbors for name in other.get_dependent_matrix_names()
     }
 
 
-def _is_field_product_a_size(field: ConfigField, other_field: ConfigField) -> bool:
+def _is_size_proportional_to_product(field: IntConfigField, other_field: IntConfigField) -> bool:
     """Return whether a size inside a layer is proportional to the product of two config fields."""
     times, other_times = field.size_ratios, other_field.size_ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other_field.value == 0 and other_times[s] % field.value == 0 for s in shared)
 
 
-def _infer_field_meaning(field: ConfigField) -> FieldMeaning | None:
+def _infer_field_meaning(field: IntConfigField) -> ConfigFieldMeaning | None:
     units = field.get_sizes_equal_to_value()
     inside = any(place.location is SizeLocation.MATRIX and place.depth for place in units)
     outside = any(place.location in SIZES and not place.depth for place in units)
     if any(place.location is SizeLocation.LAYERS and place.depth for place in units):
-        return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
+        return ConfigFieldMeaning.EXPERTS if inside else ConfigFieldMeaning.LAYERS
     if any(place.location is SizeLocation.ROWS for place in field.changed_sizes):
-        return FieldMeaning.ROWS
+        return ConfigFieldMeaning.ROWS
     if {2, 4, 8} <= {*field.size_ratios.values()}:
-        return FieldMeaning.CHANNELS
+        return ConfigFieldMeaning.CHANNELS
     if inside and outside:
-        return FieldMeaning.HIDDEN
+        return ConfigFieldMeaning.HIDDEN
     if field.is_divisor_of_size():
-        return FieldMeaning.HEADS
+        return ConfigFieldMeaning.HEADS
     if any(place.location is SizeLocation.EMBEDDED and not place.depth for place in units):
-        return FieldMeaning.HIDDEN
+        return ConfigFieldMeaning.HIDDEN
     if any(place.location is SizeLocation.STACK and place.depth for place in units):
-        return FieldMeaning.EXPERTS
-    if field.attention_scale_factors:
-        return FieldMeaning.HEAD_DIM
+        return ConfigFieldMeaning.EXPERTS
+    if field.attention_scale_factor_locations:
+        return ConfigFieldMeaning.HEAD_DIM
     matrices = (
         times for place, times in field.size_ratios.items() if place.location is SizeLocation.MATRIX and place.depth
     )
     most = max(matrices, default=Fraction(0))
     is_width = (inside or most == HALF) and most <= MAX_FUSED and field.value >= MIN_WIDTH
-    return FieldMeaning.WIDTH if is_width else None
+    return ConfigFieldMeaning.WIDTH if is_width else None
 
 
-def probe_config_fields(build_model: Callable[[Any], nn.Module], config: PreTrainedConfig) -> list[ConfigField]:
+def measure_config_field_effects(
+    build_model: Callable[[Any], nn.Module], config: PreTrainedConfig
+) -> list[IntConfigField]:
     """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
-    before = find_size_occurrences(build_model(config))
+    before = collect_model_sizes(build_model(config))
     found = []
     for path, value in iter_int_and_uniform_list_fields(config):
         for other in (2 * value, value + 1, value // 2):
             try:
-                after = find_size_occurrences(build_model(replace_config_fields(config, {path: other})))
+                after = collect_model_sizes(build_model(replace_config_fields(config, {path: other})))
             except Exception:  # the model cannot be built with this number
                 continue
             moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
-            found.append(ConfigField(path, value, other, moved, before.keys() != after.keys()))
+            found.append(IntConfigField(path, value, other, moved, before.keys() != after.keys()))
             break
     return found
 
@@ -312,39 +332,39 @@ def replace_config_fields(config: PreTrainedConfig, value_by_path: Mapping[Path,
     return config
 
 
-def get_sub_config(config: PreTrainedConfig, field_path: Path) -> PreTrainedConfig:
-    for name in field_path:
+def get_sub_config(config: PreTrainedConfig, sub_config_path: Path) -> PreTrainedConfig:
+    for name in sub_config_path:
         config = vars(config)[name]
     return config
 
 
-def iter_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def iter_config_and_sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a config and, recursively, its nested configs."""
     yield config
     for value in vars(config).values():
         if is_model_config(value):
-            yield from iter_configs(value)
+            yield from iter_config_and_sub_configs(value)
 
 
 def is_model_config(candidate: Any) -> bool:
     return hasattr(candidate, "to_dict") and hasattr(candidate, "model_type")
 
 
-def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
+def collect_model_sizes(model: nn.Module) -> dict[ModelSizeLocation, float]:
     """Collect the sizes in a model: dims of tensors, lengths of module lists, and numeric attributes of modules."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found: dict[SizeOccurrence, float] = {}
+    found: dict[ModelSizeLocation, float] = {}
     for path, module in model.named_modules():
         depth = sum(path.startswith(f"{above}.") for above in lists)
         if isinstance(module, nn.ModuleList):
-            found[SizeOccurrence(path, 0, SizeLocation.LAYERS, depth)] = len(module)
+            found[ModelSizeLocation(path, 0, SizeLocation.LAYERS, depth)] = len(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             for dim, size in enumerate(tensor.shape if tensor is not None else ()):
                 if (role := _get_size_location(module, name, tensor, dim)) is not None:
-                    found[SizeOccurrence(f"{path}.{name}", dim, role, depth)] = size
+                    found[ModelSizeLocation(f"{path}.{name}", dim, role, depth)] = size
         for name, value in vars(module).items():
             if type(value) in (int, float):
-                found[SizeOccurrence(f"{path}.{name}", 0, SizeLocation.ATTRIBUTE, depth)] = value
+                found[ModelSizeLocation(f"{path}.{name}", 0, SizeLocation.ATTRIBUTE, depth)] = value
     return found
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import (
-    BlockCandidates,
+    BlockShardingCandidates,
     find_block_candidates,
     find_role_matching_plan,
     merge_transformers_tp_plans,
@@ -27,17 +27,17 @@ from shardformer.discovery.candidate_roles import (
 from shardformer.discovery.example_inputs import (
     Forward,
     UnknownInputsError,
-    convert_batch_to_kwargs,
+    convert_batch_to_forward_kwargs,
     get_required_forward_args,
 )
 from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
-from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
+from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_parallel_hints
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import LayerKind, build_meta_model, get_layer_kind
 from shardformer.discovery.validation import get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, suggest_similar_names
-from shardformer.module_paths import is_linear
-from shardformer.policies.policy import FAMILIES, get_model_family
+from shardformer.module_paths import is_linear_or_conv1d
+from shardformer.policies.policy import FAMILIES, get_model_family_name
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
@@ -65,11 +65,11 @@ def format_policy_class_source(policy: RolePolicy, class_name: str = "MyPolicy")
     if "base" in vars(type(policy)):
         lines.append('    base = ""  # paths are relative to the full model')
     if len(stacks) == 1:
-        lines += [f"    stack = {_format_stack_source(stacks[0], '    ', used_classes)}"]
+        lines += [f"    stack = {_format_layer_stack_source(stacks[0], '    ', used_classes)}"]
     else:
         lines += [
             "    stack = (",
-            *(f"        {_format_stack_source(stack, '        ', used_classes)}," for stack in stacks),
+            *(f"        {_format_layer_stack_source(stack, '        ', used_classes)}," for stack in stacks),
             "    )",
         ]
     lines += [
@@ -102,28 +102,28 @@ def _split_call_into_lines(call_source: str, indentation: str) -> str:
 
 def format_role_source(role: Role) -> str:
     """Return a role of a policy, such as ``Attention("attn", ...)``, as a one-line Python expression."""
-    return _format_expression(role, set()).replace("'", '"')
+    return _format_as_python_source(role, set()).replace("'", '"')
 
 
-def _format_stack_source(stack: LayerStack, indentation: str, used_class_names: set[str]) -> str:
+def _format_layer_stack_source(layer_stack: LayerStack, indentation: str, used_class_names: set[str]) -> str:
     """Return the Python source of a ``LayerStack``, and add the classes that it uses to ``used_class_names``."""
     used_class_names.add("LayerStack")
     inner = f"{indentation}    "
-    lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
+    lines = ["LayerStack(", f"{inner}{layer_stack.layers!r},", f"{inner}["]
     lines += [
-        f"{inner}    {_split_call_into_lines(_format_expression(block, used_class_names), f'{inner}    ')},"
-        for block in stack.blocks
+        f"{inner}    {_split_call_into_lines(_format_as_python_source(block, used_class_names), f'{inner}    ')},"
+        for block in layer_stack.blocks
     ]
     lines.append(f"{inner}],")
     lines += [
         f"{inner}{n}={text},"
-        for n, text in _format_non_default_fields(stack, used_class_names)
+        for n, text in _format_non_default_fields(layer_stack, used_class_names)
         if n not in ("layers", "blocks")
     ]
     return "\n".join([*lines, f"{indentation})"])
 
 
-def _format_expression(field_value: Any, used_class_names: set[str]) -> str:
+def _format_as_python_source(field_value: Any, used_class_names: set[str]) -> str:
     if not is_dataclass(field_value):
         return repr(field_value)
     used_class_names.add(type(field_value).__name__)
@@ -134,12 +134,12 @@ def _format_expression(field_value: Any, used_class_names: set[str]) -> str:
     return f"{type(field_value).__name__}({', '.join(arguments)})"
 
 
-def _format_non_default_fields(instance: Any, used_class_names: set[str]) -> list[tuple[str, str]]:
+def _format_non_default_fields(dataclass_instance: Any, used_class_names: set[str]) -> list[tuple[str, str]]:
     out = []
-    for f in (f for f in fields(instance) if f.init):
+    for f in (f for f in fields(dataclass_instance) if f.init):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
-        if getattr(instance, f.name) not in (usual, (), [], {}):
-            out.append((f.name, _format_expression(getattr(instance, f.name), used_class_names)))
+        if getattr(dataclass_instance, f.name) not in (usual, (), [], {}):
+            out.append((f.name, _format_as_python_source(getattr(dataclass_instance, f.name), used_class_names)))
     return out
 
 
@@ -215,7 +215,7 @@ def derive_policy(
         check_not_sharded(model)
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
-        reduced = reduce_model(full, None if batch is None else convert_batch_to_kwargs(batch, full))
+        reduced = reduce_model(full, None if batch is None else convert_batch_to_forward_kwargs(batch, full))
         return derive_policy_from_forward(
             reduced.model, reduced.forward_fn, reduced, merge_transformers_tp_plans(full)
         )()
@@ -240,22 +240,22 @@ def derive_pipeline_only_policy(model: nn.Module, *, allow_model_copy: bool = Fa
             return empty()
         reference = reduced.compute_reference_gradients()
         found = find_layer_stacks(reference)
-        first = _make_pipeline_only_policy(found, reference, reduced)
+        first = _make_pipeline_only_policy_class(found, reference, reduced)
         sizes = {s.layers: reduced_model.count_parameters(reduced.model.get_submodule(s.layers)) for s in found}
         alone = found if len(found) > 1 and first.no_pipeline else []
         largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
-        others = (_make_pipeline_only_policy([stack], reference, reduced) for stack in largest_first)
+        others = (_make_pipeline_only_policy_class([stack], reference, reduced) for stack in largest_first)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
-def _make_pipeline_only_policy(
-    stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
+def _make_pipeline_only_policy_class(
+    layer_stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    kinds = {stack.layers: _get_layer_kinds(reference.model, stack.layers) for stack in stacks}
+    kinds = {stack.layers: _get_layer_kinds(reference.model, stack.layers) for stack in layer_stacks}
     note = "The layers are replicated over tensor ranks, because no role that fits them was found."
-    fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
+    fields = {"base": "", "stack": layer_stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
-    if stacks:
+    if layer_stacks:
         policy.stack, policy.no_pipeline = _find_validated_hints(
             "pipe", reduced, reference, policy, find_pipeline_hints
         )
@@ -284,13 +284,14 @@ def derive_policy_from_forward(
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
     for ranks, draft in [(VALIDATION_RANKS[:1], tp_plan), *tries] if tp_plan else tries:
         blocks, replicated = _find_shardable_blocks(cache, ranks, draft)
-        vocabulary = _find_vocab_module_paths(model)
-        if blocks and cache.find_failure(_build_policy_class(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            failure = cache.find_failure(_build_policy_class(model, [], vocabulary), VALIDATION_RANKS)
+        vocabulary = _find_embedding_and_lm_head_paths(model)
+        policy = _build_derived_policy_class(model, blocks, vocabulary)
+        if blocks and cache.find_failure(policy, VALIDATION_RANKS) is not None:
+            failure = cache.find_failure(_build_derived_policy_class(model, [], vocabulary), VALIDATION_RANKS)
             if failure is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
-        policy = _build_policy_class(model, blocks, vocabulary)
+        policy = _build_derived_policy_class(model, blocks, vocabulary)
         no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
         problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None:
@@ -310,7 +311,7 @@ def derive_policy_from_forward(
     policy.stack, policy.no_pipeline = _find_validated_hints("pipe", reduced, references, policy, find_pipeline_hints)
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
-    find = partial(find_sequence_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
+    find = partial(find_sequence_parallel_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
     stacks, reason = _find_validated_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
     reasons = [(option, *item) for option, inputs in policy.unproven.items() for item in inputs.items()]
@@ -334,7 +335,7 @@ def _make_derivation_error(
     )
     error.reason = reason
     if isinstance(error, NoShardableLayerError) and validation_cache.nearest:
-        closest = _build_policy_class(model, validation_cache.nearest, _find_vocab_module_paths(model))
+        closest = _build_derived_policy_class(model, validation_cache.nearest, _find_embedding_and_lm_head_paths(model))
         closest.keep_replicated = _find_unsharded_weight_paths(model, closest())
         error.nearest_policy_source = str(closest()).lstrip()
     return error
@@ -366,16 +367,16 @@ def _find_validated_hints(
 
 def _find_shardable_blocks(
     validation_cache: _PolicyValidationCache, tp_sizes: Sequence[int], tp_plan: Mapping[str, str]
-) -> tuple[list[BlockCandidates], dict[str, str]]:
+) -> tuple[list[BlockShardingCandidates], dict[str, str]]:
     """Return the attention and MLP blocks that can be sharded, and why each other linear layer is replicated."""
     model, run = validation_cache.reference.model, validation_cache.reference.forward_fn
     replicated = {
         path: OUTSIDE_LAYERS_REASON
         for path, m in model.named_modules()
-        if is_linear(m) and not _is_inside_module_list(model, path)
+        if is_linear_or_conv1d(m) and not _is_inside_module_list(model, path)
     }
     while True:
-        blocks, again = _validate_blocks(
+        blocks, again = _find_valid_blocks(
             validation_cache,
             find_block_candidates(model, trace_forward(model, run, replicated)),
             replicated,
@@ -392,7 +393,7 @@ class _PolicyValidationCache:
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
-        self.nearest: list[BlockCandidates] = []
+        self.nearest: list[BlockShardingCandidates] = []
         """The first candidate of each attention module for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
@@ -455,19 +456,19 @@ def _get_tp_sizes_for_role(role: Role, tp_sizes: Sequence[int]) -> Sequence[int]
     return [*tp_sizes, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else tp_sizes
 
 
-def _validate_blocks(
+def _find_valid_blocks(
     validation_cache: _PolicyValidationCache,
-    blocks: Sequence[BlockCandidates],
+    block_candidates: Sequence[BlockShardingCandidates],
     replication_reason_by_path: Mapping[str, str],
     tp_sizes: Sequence[int],
     tp_plan: Mapping[str, str],
-) -> tuple[list[BlockCandidates], dict[str, str]]:
+) -> tuple[list[BlockShardingCandidates], dict[str, str]]:
     """Find a valid way to shard each block, or return why the first block without one must be replicated.
 
     The search stops at that block, because its replicated linear layers change the marks that later blocks depend on.
     """
-    validated: list[BlockCandidates] = []
-    for block in blocks:
+    validated: list[BlockShardingCandidates] = []
+    for block in block_candidates:
         reason = block.replication_reason
         if (
             planned := find_role_matching_plan(tp_plan, block.layer_list_path, block.roles)
@@ -478,7 +479,7 @@ def _validate_blocks(
             alone = replace(block, roles=[role])
             if (
                 problem := validation_cache.find_failure(
-                    _build_policy_class(validation_cache.reference.model, [alone], {}),
+                    _build_derived_policy_class(validation_cache.reference.model, [alone], {}),
                     _get_tp_sizes_for_role(role, tp_sizes),
                 )
             ) is None:
@@ -493,7 +494,7 @@ def _validate_blocks(
     return validated, {}
 
 
-def _cache_rejected_attention(validation_cache: _PolicyValidationCache, block: BlockCandidates) -> None:
+def _cache_rejected_attention(validation_cache: _PolicyValidationCache, block: BlockShardingCandidates) -> None:
     """Store the best guess for an attention block that failed validation, to suggest it in the error message."""
     roles = [] if hasattr(validation_cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
@@ -503,15 +504,15 @@ def _cache_rejected_attention(validation_cache: _PolicyValidationCache, block: B
         validation_cache.nearest.append(replace(block, roles=[first]))
 
 
-def _build_policy_class(
-    model: nn.Module, blocks: Sequence[BlockCandidates], vocab_paths: Mapping[str, tuple[str, ...]]
+def _build_derived_policy_class(
+    model: nn.Module, blocks: Sequence[BlockShardingCandidates], embedding_and_head_paths: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
     """Build a policy class that shards the blocks, the token embeddings and the LM head."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {
         block.layer_list_path: [b for b in blocks if b.layer_list_path == block.layer_list_path] for block in blocks
     }
-    paths = [*stacks, *vocab_paths.get("embeddings", ())]
+    paths = [*stacks, *embedding_and_head_paths.get("embeddings", ())]
     inside = bool(prefix) and hasattr(model, prefix) and all(p.startswith(f"{prefix}.") for p in paths)
 
     def to_relative_path(module_path: str) -> str:
@@ -533,8 +534,8 @@ def _build_policy_class(
         )
     fields: dict[str, Any] = {
         "stack": tuple(table),
-        "embeddings": tuple(to_relative_path(path) for path in vocab_paths.get("embeddings", ())),
-        "head": vocab_paths.get("head", ()),
+        "embeddings": tuple(to_relative_path(path) for path in embedding_and_head_paths.get("embeddings", ())),
+        "head": embedding_and_head_paths.get("head", ()),
         "layers": {layers: _get_layer_kinds(model, layers) for layers in stacks},
     }
     if not inside:
@@ -542,7 +543,7 @@ def _build_policy_class(
     return type("GeneratedPolicy", (DerivedPolicy,), fields)
 
 
-def _find_vocab_module_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _find_embedding_and_lm_head_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the paths of the token embeddings and of the heads that compute logits."""
     tokens = find_embeddings(model, "input")
     if not isinstance(tokens, nn.Embedding):
@@ -551,7 +552,9 @@ def _find_vocab_module_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     output: Any = find_embeddings(model, "output")
     return {
         "embeddings": tuple(n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.weight is tokens.weight),
-        "head": tuple(n for n, m in modules.items() if is_linear(m) and (m is output or m.weight is tokens.weight)),
+        "head": tuple(
+            n for n, m in modules.items() if is_linear_or_conv1d(m) and (m is output or m.weight is tokens.weight)
+        ),
     }
 
 
@@ -586,7 +589,7 @@ def make_no_policy_error(
         tensor_parallel_size: the requested tensor parallel size, if known.
     """
     reason = derivation_error.reason if isinstance(derivation_error, PolicyDerivationError) else derivation_error.what
-    if isinstance(derivation_error, UnknownInputsError) and get_model_family(model) is None:
+    if isinstance(derivation_error, UnknownInputsError) and get_model_family_name(model) is None:
         found = _make_unknown_inputs_error(model, reason)
     elif isinstance(derivation_error, NoShardableLayerError):
         found = _make_no_shardable_layer_error(
@@ -599,7 +602,7 @@ def make_no_policy_error(
 
 
 def _make_missing_policy_error(model: nn.Module, reason: str) -> PolicyDerivationError:
-    family, name = get_model_family(model), type(model).__name__
+    family, name = get_model_family_name(model), type(model).__name__
     tried = f"model type {family!r}" if family else "it has no config with a model type"
     return PolicyDerivationError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}.",

@@ -38,7 +38,7 @@ class UnknownInputsError(PolicyError):
     """Raised if no example input can be generated for a model, because all its `forward` arguments are unknown."""
 
 
-def convert_batch_to_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
+def convert_batch_to_forward_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
     """Convert a batch (a dict, a tensor or a sequence of tensors) to keyword arguments of a model's `forward`.
 
     Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
@@ -67,7 +67,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         UnknownInputsError: if no argument of `forward` is known.
     """
     names = inspect.signature(model.forward).parameters
-    inputs = dict(iter_known_inputs(model))
+    inputs = dict(iter_inputs_for_known_arguments(model))
     if not inputs:
         example = ", ".join(f'"{name}": tensor' for name in get_required_forward_args(model))
         arguments = ", ".join(names)
@@ -109,6 +109,11 @@ def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
+def guess_only_argument(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return guessed batches for a model with a single required argument, or no batch for other models."""
+    return guess_example_batches(model) if len(get_required_forward_args(model)) == 1 else []
+
+
 def get_required_forward_args(model: nn.Module) -> list[str]:
     """Return the names of a model's `forward` arguments that have no default value."""
     arguments = inspect.signature(model.forward).parameters.values()
@@ -118,7 +123,7 @@ def get_required_forward_args(model: nn.Module) -> list[str]:
 
 def find_unknown_forward_args(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the required and the optional `forward` arguments for which no example input can be generated."""
-    known = {name for name, _ in iter_known_inputs(model)}
+    known = {name for name, _ in iter_inputs_for_known_arguments(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_forward_args(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
@@ -141,7 +146,7 @@ def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> I
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def iter_known_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_inputs_for_known_arguments(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
@@ -241,12 +246,13 @@ def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor
     if text is None:
         return
     known = [
-        [(m, layout, counts) for layout, counts in _iter_accepted_media_inputs(model, m, inputs)] for m in MODALITIES
+        [(m, layout, counts) for layout, counts in _iter_media_inputs_and_token_counts(model, m, inputs)]
+        for m in MODALITIES
     ]
     for chosen in product(*filter(None, known)):
         if chosen:
             places = {modality: (_get_media_token_id(config, modality), counts) for modality, _, counts in chosen}
-            out = _insert_media_placeholders(text, places)
+            out = _insert_media_placeholder_tokens(text, places)
             if "attention_mask" in inputs:
                 mask_BS = inputs["attention_mask"]
                 added = out["input_ids"].shape[1] - text.shape[1]
@@ -268,7 +274,7 @@ def get_image_feature_dim(model: nn.Module, inputs: Mapping[str, Tensor]) -> int
     features = _find_model_method(model, "get_image_features")
     if features is None or _get_media_token_id(getattr(model, "config", None), "image") is None:
         return 0
-    for layout in _iter_media_inputs("image", model, inputs):
+    for layout in _iter_possible_media_inputs("image", model, inputs):
         if parts := _compute_media_features(
             model, features, {**_select_required_feature_inputs(features, inputs), **layout}
         ):
@@ -276,13 +282,13 @@ def get_image_feature_dim(model: nn.Module, inputs: Mapping[str, Tensor]) -> int
     return 0
 
 
-def _iter_accepted_media_inputs(
+def _iter_media_inputs_and_token_counts(
     model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
     """Yield each image or audio format that a model accepts, and the number of placeholder tokens per sample."""
     features = _find_model_method(model, f"get_{modality}_features")
     if features is not None and _get_media_token_id(getattr(model, "config", None), modality) is not None:
-        for layout in _iter_media_inputs(modality, model, inputs):
+        for layout in _iter_possible_media_inputs(modality, model, inputs):
             parts = _compute_media_features(
                 model, features, {**_select_required_feature_inputs(features, inputs), **layout}
             )
@@ -302,17 +308,18 @@ _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
-def _insert_media_placeholders(
-    text_ids_BS: Tensor, token_counts_by_modality: Mapping[str, tuple[int | None, list[int]]]
+def _insert_media_placeholder_tokens(
+    text_ids_BS: Tensor, token_id_and_counts_by_modality: Mapping[str, tuple[int | None, list[int]]]
 ) -> MediaLayout:
     """Insert placeholder tokens for images or audio into texts, and return the token ids and their modalities."""
     longest = max(
-        sum(counts[row] for _, counts in token_counts_by_modality.values()) for row in range(len(text_ids_BS))
+        sum(counts[row] for _, counts in token_id_and_counts_by_modality.values()) for row in range(len(text_ids_BS))
     )
     rows, token_types = [], []
     for row, words in enumerate(text_ids_BS):
         put = [
-            (token, MODALITIES[modality], counts[row]) for modality, (token, counts) in token_counts_by_modality.items()
+            (token, MODALITIES[modality], counts[row])
+            for modality, (token, counts) in token_id_and_counts_by_modality.items()
         ]
         missing = longest - sum(count for _, _, count in put)
         ids = [*words[:LEADING_TOKENS], *(token for token, _, count in put for _ in range(count))]
@@ -323,16 +330,16 @@ def _insert_media_placeholders(
     return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(token_types)}
 
 
-def _iter_media_inputs(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+def _iter_possible_media_inputs(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     names = {*inspect.signature(model.forward).parameters}
     return (
-        _iter_image_inputs(getattr(model, "config", None), inputs, names)
+        _iter_possible_image_inputs(getattr(model, "config", None), inputs, names)
         if modality == "image"
-        else _iter_audio_inputs(inputs, names)
+        else _iter_possible_audio_inputs(inputs, names)
     )
 
 
-def _iter_audio_inputs(inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
+def _iter_possible_audio_inputs(inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
     if (audio := inputs.get("input_features")) is not None:
         masks = {
             n: torch.ones(len(audio), audio.shape[-1]).long() for n in argument_names if "mask" in n and "feature" in n
@@ -341,11 +348,13 @@ def _iter_audio_inputs(inputs: Mapping[str, Tensor], argument_names: set[str]) -
         yield {"input_features": audio.mT.contiguous(), **masks}
 
 
-def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names: set[str]) -> Iterator[MediaLayout]:
+def _iter_possible_image_inputs(
+    config: Any, inputs: Mapping[str, Tensor], argument_names: set[str]
+) -> Iterator[MediaLayout]:
     vision = getattr(config, "vision_config", config)
     patch, merge = (
-        _get_int_config_field(vision, "patch_size"),
-        _get_int_config_field(vision, "spatial_merge_size", "merge_size") or 2,
+        _get_first_int_config_field(vision, "patch_size"),
+        _get_first_int_config_field(vision, "spatial_merge_size", "merge_size") or 2,
     )
     pixels = inputs.get("pixel_values")
     generator = torch.Generator().manual_seed(0)
@@ -353,15 +362,15 @@ def _iter_image_inputs(config: Any, inputs: Mapping[str, Tensor], argument_names
     if "image_grid_thw" in argument_names and patch:
         grids = torch.tensor([[1, 2 * merge, (2 + 2 * (i % 2)) * merge] for i in range(samples)])
         patches = int(grids.prod(-1).sum())
-        channels = _get_int_config_field(vision, "in_channels", "num_channels", "in_chans") or 3
+        channels = _get_first_int_config_field(vision, "in_channels", "num_channels", "in_chans") or 3
         for shape in (
-            (channels * (_get_int_config_field(vision, "temporal_patch_size") or 1) * patch**2,),
+            (channels * (_get_first_int_config_field(vision, "temporal_patch_size") or 1) * patch**2,),
             (channels, patch, patch),
         ):
             flat = torch.randn(patches, *shape, generator=generator)
             yield {"pixel_values": flat, "image_grid_thw": grids}
     if "image_position_ids" in argument_names and patch:
-        side = 2 * (_get_int_config_field(vision, "pooling_kernel_size") or 1)
+        side = 2 * (_get_first_int_config_field(vision, "pooling_kernel_size") or 1)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(samples, side**2, 2)
         values = torch.rand(samples, side**2, 3 * patch**2, generator=generator)
         yield {"pixel_values": values, "image_position_ids": places}
@@ -426,6 +435,6 @@ def _find_model_method(model: nn.Module, method_name: str) -> Callable[..., Any]
     return next((method for m in owners if callable(method := getattr(m, method_name, None))), None)
 
 
-def _get_int_config_field(config: Any, *field_names: str) -> int:
+def _get_first_int_config_field(config: Any, *field_names: str) -> int:
     found = (getattr(config, name, None) for name in field_names)
     return next((x for x in found if type(x) is int), 0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
 from shardformer.layout.sharding_metadata import max_abs_difference
-from shardformer.module_paths import is_linear, match_paths
+from shardformer.module_paths import is_linear_or_conv1d, match_paths
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
 
@@ -29,7 +29,7 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 
 @dataclass
-class LinearGroup:
+class ConnectedLinearLayers:
     """A linear layer that may be row-parallel, and the linear layers before it that may be column-parallel."""
 
     row: str  # path of the linear layer that is fed
@@ -45,7 +45,9 @@ class LinearGroup:
 class ForwardTrace:
     """The inputs, outputs and connections of all modules in one forward pass. All keys are module paths."""
 
-    groups: list[LinearGroup] = field(default_factory=list)  # groups of linear layers, in call order of their rows
+    groups: list[ConnectedLinearLayers] = field(
+        default_factory=list
+    )  # groups of linear layers, in call order of their rows
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # tensor arguments of a module's first call
     linear_inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # inputs of a linear layer, one for each call
     outputs: dict[str, Tensor] = field(default_factory=dict)  # first tensor of a module's output
@@ -60,19 +62,20 @@ TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and
 
 
 def trace_forward(
-    model: nn.Module, forward_fn: Callable[[nn.Module], Any], replicated_paths: Iterable[str] = ()
+    model: nn.Module, forward_fn: Callable[[nn.Module], Any], replicated_linear_paths: Iterable[str] = ()
 ) -> ForwardTrace:
     """Run one forward pass without gradients, and record how the linear layers of a model are connected.
 
     Args:
-        replicated_paths: paths of linear layers that are not sharded. Their outputs inherit the marks of their inputs.
+        replicated_linear_paths: paths of linear layers that are not sharded. Their outputs inherit the marks of their
+            inputs.
     """
-    observer = _ForwardTracer(model, frozenset(replicated_paths))
+    observer = _ForwardTracer(model, frozenset(replicated_linear_paths))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
-                module.register_forward_pre_hook(observer.make_forward_pre_hook(path, module), with_kwargs=True),
-                module.register_forward_hook(observer.make_forward_hook(path)),
+                module.register_forward_pre_hook(observer.make_input_recording_hook(path, module), with_kwargs=True),
+                module.register_forward_hook(observer.make_output_recording_hook(path)),
             ):
                 stack.callback(hook.remove)
             stack.callback(
@@ -115,7 +118,7 @@ class _TensorOriginTracker(TorchDispatchMode):
         self._tensors: list[Tensor] = []  # prevents reuse of ids
         self.merged: dict[frozenset[str], int] = {}
 
-    def get_origins(self, tensor: Tensor) -> frozenset[str]:
+    def get_origin_paths(self, tensor: Tensor) -> frozenset[str]:
         return self._marks.get(id(tensor), frozenset())
 
     def set_origins(self, tensor: Tensor, origins: frozenset[str]) -> None:
@@ -125,7 +128,7 @@ class _TensorOriginTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [(x, self.get_origins(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [(x, self.get_origin_paths(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marked = [marks for _, marks in inputs if marks]
         if not marked:
             return out
@@ -136,7 +139,7 @@ class _TensorOriginTracker(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.set_origins(x, marks)
         if schema_of(func).is_mutable and isinstance(args[0], Tensor):
-            self.set_origins(args[0], self.get_origins(args[0]) | marks)
+            self.set_origins(args[0], self.get_origin_paths(args[0]) | marks)
         return out
 
 
@@ -146,13 +149,13 @@ class _ForwardTracer:
     def __init__(self, model: nn.Module, replicated_paths: frozenset[str]) -> None:
         self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()
         self._replicated = replicated_paths
-        self._linears = {path for path, module in model.named_modules() if is_linear(module)}
+        self._linears = {path for path, module in model.named_modules() if is_linear_or_conv1d(module)}
         self._feeding: dict[str, frozenset[str]] = {}
-        self._groups: dict[str, LinearGroup] = {}
+        self._groups: dict[str, ConnectedLinearLayers] = {}
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def make_forward_pre_hook(self, module_path: str, original_module: nn.Module) -> Callable[..., None]:
+    def make_input_recording_hook(self, module_path: str, original_module: nn.Module) -> Callable[..., None]:
         names = list(inspect.signature(original_module.forward).parameters)
 
         def forward_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,15 +163,17 @@ class _ForwardTracer:
             tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
             self.trace.inputs.setdefault(module_path, tensors)
             if tensors and "norm" in type(module).__name__.lower() and not module._modules:
-                self.trace.columns_by_norm.setdefault(module_path, self.marks.get_origins(next(iter(tensors.values()))))
+                self.trace.columns_by_norm.setdefault(
+                    module_path, self.marks.get_origin_paths(next(iter(tensors.values())))
+                )
             if module_path in self._linears and tensors:
                 x = next(iter(tensors.values()))
                 self.trace.linear_inputs.setdefault(module_path, []).append(x)
-                self._feeding[module_path] = self.marks.get_origins(x)
+                self._feeding[module_path] = self.marks.get_origin_paths(x)
 
         return forward_pre_hook
 
-    def make_forward_hook(self, module_path: str) -> Callable[..., None]:
+    def make_output_recording_hook(self, module_path: str) -> Callable[..., None]:
         def forward_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             first = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
             if first is None:
@@ -177,17 +182,17 @@ class _ForwardTracer:
             if module_path in self._linears:
                 self.last.set_origins(first, frozenset({module_path}))
             if module_path in self._linears and module_path in self._feeding:
-                self._update_tensor_origins(module_path, first)
+                self._record_linear_connection(module_path, first)
 
         return forward_hook
 
-    def _update_tensor_origins(self, linear_path: str, linear_output: Tensor) -> None:
+    def _record_linear_connection(self, linear_path: str, linear_output: Tensor) -> None:
         feeding = self._feeding.pop(linear_path)
         if linear_path in self._replicated:
             self.marks.set_origins(linear_output, feeding)
         elif feeding:
             self.marks.set_origins(linear_output, frozenset())
-            group = self._groups.setdefault(linear_path, LinearGroup(linear_path, []))
+            group = self._groups.setdefault(linear_path, ConnectedLinearLayers(linear_path, []))
             group.columns += [c for c in self._order if c in feeding and c not in group.columns]
             size = next((size for merged, size in self.marks.merged.items() if merged <= feeding), None)
             group.is_attention |= size is not None
@@ -199,12 +204,12 @@ class _ForwardTracer:
 
     def build_trace(self) -> ForwardTrace:
         for group in self._groups.values():
-            self._find_entry_module(group)
+            self._set_entry_module(group)
         self.trace.groups = list(self._groups.values())
         self.trace.projections = list(self.last.merged)
         return self.trace
 
-    def _find_entry_module(self, group: LinearGroup) -> None:
+    def _set_entry_module(self, group: ConnectedLinearLayers) -> None:
         """Find the module that passes its own input to the linear layers that may be column-parallel."""
         first = {c: self.trace.linear_inputs[c][0] for c in group.columns}
         source = first[group.columns[0]]
@@ -212,7 +217,9 @@ class _ForwardTracer:
         group.other_columns = [c for c, x in first.items() if x is not source]
         path = find_common_parent_path(same_input) if len(same_input) > 1 else self._parents[same_input[0]]
         module_input = self._get_first_input(path)
-        group.reads_entry_input = source is module_input or (group.is_attention and _is_view_of(source, module_input))
+        group.reads_entry_input = source is module_input or (
+            group.is_attention and _is_full_view_of_input(source, module_input)
+        )
         group.entry = path if group.reads_entry_input or len(same_input) > 1 else same_input[0]
         group.reads_entry_input = group.reads_entry_input or len(same_input) == 1
         if (
@@ -222,7 +229,7 @@ class _ForwardTracer:
         ):
             inner, outer = find_common_parent_path(group.columns), find_common_parent_path([*group.columns, group.row])
             module_input = self._get_first_input(outer)
-            other_columns = [c for c, x in first.items() if not _is_view_of(x, module_input)]
+            other_columns = [c for c, x in first.items() if not _is_full_view_of_input(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
                 group.entry = inner if self._get_first_input(inner) is module_input else outer
                 group.other_columns, group.reads_entry_input = other_columns, True
@@ -232,7 +239,7 @@ class _ForwardTracer:
         return next(iter(self.trace.inputs.get(module_path, {}).values()), None)
 
 
-def _is_view_of(tensor: Tensor, module_input: Tensor | None) -> bool:
+def _is_full_view_of_input(tensor: Tensor, module_input: Tensor | None) -> bool:
     """Return whether ``tensor`` is ``module_input``, or a view of all its elements."""
     return (
         module_input is not None
@@ -333,7 +340,7 @@ class LayerListTrace:
             or (tensor.dim() == 2 and tensor.shape[0] == samples * length)
         )
 
-    def has_all_input_tokens(self, module_path: str) -> bool:
+    def receives_all_tokens(self, module_path: str) -> bool:
         """Return whether a module received hidden states that contain all tokens, or was not called."""
         return module_path not in self._calls or self.has_token_dim(self._calls[module_path].hidden_states)
 
@@ -341,7 +348,7 @@ class LayerListTrace:
         """Return whether a module received a tensor of shape (batch, sequence) in addition to its hidden states."""
         return any(
             isinstance(x, Tensor) and tuple(x.shape) == self.shape
-            for x in self._get_named_arguments(module_path).values()
+            for x in self._get_non_hidden_state_arguments(module_path).values()
         )
 
     def get_enclosing_module_paths(self, module_path: str) -> dict[str, str]:
@@ -357,32 +364,32 @@ class LayerListTrace:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
-    def iter_layer_children(self) -> Iterator[tuple[str, str]]:
+    def iter_layer_and_child_paths(self) -> Iterator[tuple[str, str]]:
         """Yield each child module that a layer may call, as (path of the layer, path within the layer)."""
         for outer in self.paths:
-            for name, _ in _iter_flattened_children(self._model.get_submodule(outer)):
+            for name, _ in _iter_children_and_list_members(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_token_mixing_modules(self) -> Iterator[tuple[str, str]]:
         """Yield each module that may mix information between tokens, as (path of its layer, path within the layer)."""
         for outer in self.paths:
-            for name, child in _iter_flattened_children(self._model.get_submodule(outer)):
-                is_token_wise = is_linear(child) or get_norm_kind(child) is not None or is_elementwise(child)
+            for name, child in _iter_children_and_list_members(self._model.get_submodule(outer)):
+                is_token_wise = is_linear_or_conv1d(child) or get_norm_kind(child) is not None or is_elementwise(child)
                 if (
                     not is_token_wise
                     and next(child.parameters(), None) is not None
-                    and self._is_token_mixing(f"{outer}.{name}", child)
+                    and self._may_mix_tokens(f"{outer}.{name}", child)
                 ):
                     yield outer, name
 
-    def _is_token_mixing(self, module_path: str, module: nn.Module) -> bool:
+    def _may_mix_tokens(self, module_path: str, module: nn.Module) -> bool:
         """Return whether changing the first or last token of a module's input changes its output for other tokens."""
         call = self._calls.get(module_path)
         if call is None:
             return True
         x, y = call.hidden_states, call.first_output
         if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
-            return self.has_all_input_tokens(module_path)
+            return self.receives_all_tokens(module_path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
             changed[:, token] += torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device).square()
@@ -399,15 +406,15 @@ class LayerListTrace:
                 return True
         return False
 
-    def iter_per_token_args(self) -> Iterator[str]:
+    def iter_per_token_arg_paths(self) -> Iterator[str]:
         """Yield module arguments that contain a vector for each token, except the hidden states."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
-                for name, x in self._get_named_arguments(path).items():
+                for name, x in self._get_non_hidden_state_arguments(path).items():
                     if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.has_token_dim(x):
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
-    def _get_named_arguments(self, module_path: str) -> dict[str, Any]:
+    def _get_non_hidden_state_arguments(self, module_path: str) -> dict[str, Any]:
         """Return the arguments of a module's first call by name, without the hidden states."""
         if (call := self._calls.get(module_path)) is None:
             return {}
@@ -416,10 +423,10 @@ class LayerListTrace:
         return {name: x for name, x in named.items() if x is not call.hidden_states}
 
 
-def _iter_flattened_children(module: nn.Module, path_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _iter_children_and_list_members(module: nn.Module, path_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield each child of a module with its name, and the members of a module list instead of the list."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _iter_flattened_children(child, f"{path_prefix}{name}.")
+            yield from _iter_children_and_list_members(child, f"{path_prefix}{name}.")
         else:
             yield f"{path_prefix}{name}", child

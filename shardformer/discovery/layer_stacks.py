@@ -52,7 +52,9 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
         for path, m in model.named_modules()
-        if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
+        if isinstance(m, nn.ModuleList | nn.Sequential)
+        and len(m) > 1
+        and all(_has_children_and_parameters(c) for c in m.children())
     }
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
     calls = list(dict.fromkeys(_record_call_order(reference, [layer for path in outer for layer in layers[path]])))
@@ -62,7 +64,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     return [LayerStack(path, [], stages=PipelineHints(num_outputs=counts[path])) for path in in_order]
 
 
-def _is_layer(module: nn.Module) -> bool:
+def _has_children_and_parameters(module: nn.Module) -> bool:
     """Return whether a module has submodules and parameters, as a transformer layer does."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
@@ -72,10 +74,10 @@ def find_pipeline_hints(reference: ReferenceGradients, policy_cls: type[RolePoli
 
     Returns the stacks with these assignments as hints and None, or the unchanged stacks and why validation fails.
     """
-    return _PipelineHintSearch(reference, policy_cls).find_hints(get_layer_stacks(policy_cls))
+    return _PipelineStageAssignmentSearch(reference, policy_cls).assign_modules_to_stages(get_layer_stacks(policy_cls))
 
 
-class _PipelineHintSearch:
+class _PipelineStageAssignmentSearch:
     """Searches for an assignment of modules to pipeline stages that passes validation on a reduced model."""
 
     def __init__(self, reference: ReferenceGradients, policy_cls: type[RolePolicy]) -> None:
@@ -83,35 +85,35 @@ class _PipelineHintSearch:
         self._last_reference = (reference, *reference.further_batches)[-1]  # the forward pass that calls most modules
         self._base = instantiate_policy(policy_cls, reference.model).base
 
-    def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
+    def assign_modules_to_stages(self, layer_stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
         """Return layer stacks with validated stage assignments, or unchanged stacks and the reason for the failure."""
-        if (missing := self._get_uncalled_layer_path(stacks)) is not None:
-            return stacks, f"the layer {missing} is not called for every batch"
-        failure = self._validate_stages(stacks)
+        if (missing := self._find_uncalled_layer_path(layer_stacks)) is not None:
+            return layer_stacks, f"the layer {missing} is not called for every batch"
+        failure = self._validate_stages(layer_stacks)
         if failure is None or failure == ONE_LAYER:
-            return stacks, failure
-        for candidate in self._iter_stacks_with_hints(stacks):
+            return layer_stacks, failure
+        for candidate in self._iter_possible_stage_assignments(layer_stacks):
             if self._validate_stages(candidate) is None:
                 return self._remove_unneeded_stage_modules(candidate), None
-        return stacks, failure
+        return layer_stacks, failure
 
     def _validate_stages(self, stacks: LayerStacks) -> str | None:
         return validate_pipeline_stages(self._reference, self._policy, stacks)
 
-    def _build_layer_sequence(self, stacks: LayerStacks) -> LayerSequence:
-        return build_layer_sequence(self._model, self._policy, stacks)
+    def _build_layer_sequence(self, layer_stacks: LayerStacks) -> LayerSequence:
+        return build_layer_sequence(self._model, self._policy, layer_stacks)
 
     def _strip_base_prefix(self, module_path: str) -> str:
         return module_path.removeprefix(f"{self._base}.") if self._base else module_path
 
-    def _get_uncalled_layer_path(self, stacks: LayerStacks) -> str | None:
-        units = self._build_layer_sequence(stacks).layer_calls
+    def _find_uncalled_layer_path(self, layer_stacks: LayerStacks) -> str | None:
+        units = self._build_layer_sequence(layer_stacks).called_layer_paths
         calls = _record_call_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
-    def _iter_stacks_with_hints(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
+    def _iter_possible_stage_assignments(self, layer_stacks: LayerStacks) -> Iterator[LayerStacks]:
         """Yield possible assignments of modules to pipeline stages, starting with the simplest."""
-        placed = self._assign_stages_by_call_order(stacks)
+        placed = self._assign_stages_by_call_order(layer_stacks)
         from_first = self._share_first_layer_embeddings(placed)
         ways = [
             placed,
@@ -123,7 +125,7 @@ class _PipelineHintSearch:
         yield from ways
         for way in ways:
             for with_lists in (False, True) if self._reference.further_batches else (False,):
-                if everywhere := self._find_paths_before_layers(
+                if everywhere := self._find_module_paths_before_layers(
                     self._build_layer_sequence(way), include_module_lists=with_lists
                 ):
                     yield [_replace_pipeline_hints(stack, on_every_stage=everywhere) for stack in way]
@@ -138,29 +140,31 @@ class _PipelineHintSearch:
                 kept = fewer
         return kept
 
-    def _find_paths_outside_layers(self, layer_sequence: LayerSequence) -> list[str]:
+    def _find_module_paths_outside_layers(self, layer_sequence: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [
-            path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in layer_sequence.layer_calls)
+            path
+            for path in inside
+            if not any(f"{path}.".startswith(f"{unit}.") for unit in layer_sequence.called_layer_paths)
         ]
 
-    def _find_paths_before_layers(
+    def _find_module_paths_before_layers(
         self, layer_sequence: LayerSequence, *, include_module_lists: bool
     ) -> tuple[str, ...]:
         """Return the paths of modules that run on the first layer's stage but are not part of a layer."""
         owners = map_tensors_to_layers(self._model, layer_sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
-        paths = [path for path in self._find_paths_outside_layers(layer_sequence) if path in first]
+        paths = [path for path in self._find_module_paths_outside_layers(layer_sequence) if path in first]
         paths = [path for path in paths if include_module_lists or not re.search(r"\.\d", path)]
         return tuple(dict.fromkeys(self._strip_base_prefix(re.split(r"\.\d", path)[0]) for path in paths))
 
-    def _assign_stages_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
+    def _assign_stages_by_call_order(self, layer_stacks: LayerStacks) -> LayerStacks:
         """Assign modules to stages in the order of their calls if they were registered in another order."""
-        chain = self._build_layer_sequence(stacks)
-        owners, outside = map_tensors_to_layers(self._model, chain), self._find_paths_outside_layers(chain)
-        calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
-        out, end = list(stacks), len(chain.layer_calls) - 1
+        chain = self._build_layer_sequence(layer_stacks)
+        owners, outside = map_tensors_to_layers(self._model, chain), self._find_module_paths_outside_layers(chain)
+        calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths))
+        out, end = list(layer_stacks), len(chain.called_layer_paths) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in outside):
             at, own = calls.index(path), self._strip_base_prefix(path)
@@ -179,15 +183,15 @@ class _PipelineHintSearch:
                     out[i] = _replace_pipeline_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
-    def _share_first_layer_embeddings(self, stacks: LayerStacks) -> LayerStacks:
+    def _share_first_layer_embeddings(self, layer_stacks: LayerStacks) -> LayerStacks:
         """Share embeddings that only the first layer has with later layers, such as the position bias of T5."""
-        names, out = [name for name, _ in self._model.named_modules()], list(stacks)
-        for i, stack in enumerate(stacks):
+        names, out = [name for name, _ in self._model.named_modules()], list(layer_stacks)
+        for i, stack in enumerate(layer_stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
             first, *others = self._model.get_submodule(path).children()
             if others:
                 out[i] = _replace_pipeline_hints(
-                    stack, shared_from_first=tuple(_iter_first_layer_embeddings(first, others[0]))
+                    stack, shared_from_first=tuple(_iter_embeddings_only_in_first_layer(first, others[0]))
                 )
         return out
 
@@ -217,7 +221,7 @@ def _record_call_order(reference: ReferenceGradients, module_paths: Iterable[str
     return calls
 
 
-def _iter_first_layer_embeddings(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
+def _iter_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
     """Yield the paths of embeddings that only the first layer has, and of boolean attributes that mark this layer."""
     others = dict(second_layer.named_modules())
     for path, module in first_layer.named_modules():
@@ -272,11 +276,12 @@ HINT_CANDIDATES = (
     frozenset({"mixing", "attentions", "containers"}),
     frozenset({"mixing", "attentions", "containers", "between"}),
 )
-"""Groups of modules that may need the full sequence, in the order of validation (see ``_SequenceHintCandidates``)."""
+"""Groups of modules that may need the full sequence, in the order of validation (see
+``_SequenceParallelHintCandidates``)."""
 
 
 @dataclass(frozen=True)
-class _SequenceHintCandidates:
+class _SequenceParallelHintCandidates:
     """Modules inside the layers that may need special treatment under sequence parallelism."""
 
     mixing: tuple[str, ...]  # children of layers that mix tokens and contain no sharded block
@@ -296,7 +301,7 @@ class _SequenceHintCandidates:
         return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in selected_groups)
 
 
-def find_sequence_hints(
+def find_sequence_parallel_hints(
     reference: ReferenceGradients, policy_cls: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
     """Find the modules that need special treatment under sequence parallelism.
@@ -311,7 +316,7 @@ def find_sequence_hints(
     if first is None:
         return stacks_of_policy, None
     blocks, tried = _get_block_descriptions(reference.model, policy_cls), [stacks_of_policy]
-    found = [_find_sequence_hint_candidates(LayerListTrace(reference, path), blocks) for path in stack_paths]
+    found = [_find_sequence_parallel_hint_candidates(LayerListTrace(reference, path), blocks) for path in stack_paths]
     for groups in HINT_CANDIDATES:
         stacks = [
             replace(stack, sequence=x.make_sequence_hints(groups))
@@ -325,9 +330,9 @@ def find_sequence_hints(
 
 
 def _validate_sequence_parallelism(
-    reference: ReferenceGradients, policy_cls: type[RolePolicy], stacks: LayerStacks, num_ranks: int
+    reference: ReferenceGradients, policy_cls: type[RolePolicy], layer_stacks: LayerStacks, num_ranks: int
 ) -> str | None:
-    tried = type(policy_cls.__name__, (policy_cls,), {"stack": stacks})
+    tried = type(policy_cls.__name__, (policy_cls,), {"stack": layer_stacks})
     return validate_policy(reference, tried, num_ranks, enable_sequence_parallelism=True)
 
 
@@ -337,9 +342,9 @@ def _get_block_descriptions(model: nn.Module, policy_cls: type[RolePolicy]) -> l
     return [block for _, block in make_sharding_plan(model, found).blocks]
 
 
-def _find_sequence_hint_candidates(
+def _find_sequence_parallel_hint_candidates(
     layer_list_trace: LayerListTrace, blocks: Sequence[BlockDescription]
-) -> _SequenceHintCandidates:
+) -> _SequenceParallelHintCandidates:
     mixing, containers, attentions, without_tokens = [], [], [], []
     for outer, name in layer_list_trace.find_token_mixing_modules():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
@@ -353,14 +358,15 @@ def _find_sequence_hint_candidates(
         if block.arguments is not None:
             exits = layer_list_trace.get_enclosing_module_paths(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not layer_list_trace.has_all_input_tokens(block.entry):
+        elif above and not layer_list_trace.receives_all_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:
             containers += [name for name in fed if layer_list_trace.has_per_token_scalar_input(above[name])]
-    return _SequenceHintCandidates(
+    return _SequenceParallelHintCandidates(
         *map(
-            _remove_duplicates, (mixing, attentions, containers, without_tokens, layer_list_trace.iter_per_token_args())
+            _remove_duplicates,
+            (mixing, attentions, containers, without_tokens, layer_list_trace.iter_per_token_arg_paths()),
         )
     )
 

@@ -29,7 +29,7 @@ from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
 from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
 from shardformer.sharding.checks import has_library_forward
-from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
+from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_real_data, tree_leaves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -90,7 +90,7 @@ class ReferenceGradients:
         """Run a forward and a backward pass of ``model``, and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
-            loss = compute_probe_loss(forward_fn(model))
+            loss = compute_loss_from_all_outputs(forward_fn(model))
             loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
@@ -125,7 +125,7 @@ def copy_with_shared_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, own)
 
 
-def compute_probe_loss(model_output: Any, *, equal_sample_weights: bool = False) -> Tensor:
+def compute_loss_from_all_outputs(model_output: Any, *, equal_sample_weights: bool = False) -> Tensor:
     """Compute a test loss that depends on all outputs of a model: the sum of their weighted mean squares.
 
     Args:
@@ -189,13 +189,13 @@ def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]
 
 
 @contextmanager
-def check_copy_is_independent(original_model: nn.Module) -> Iterator[None]:
+def check_original_weights_not_read(original_model: nn.Module) -> Iterator[None]:
     """Raise ValueError if a copied model reads a weight or buffer of the original ``original_model`` in this context.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
     """
-    watch = _TensorReadDetector(original_model)
+    watch = _WeightReadDetector(original_model)
     try:
         with watch:
             yield
@@ -210,7 +210,7 @@ def check_copy_is_independent(original_model: nn.Module) -> Iterator[None]:
 _NOT_INDEPENDENT = "A replaced forward method or a hook of the copied model runs modules of the original model."
 
 
-class _TensorReadDetector(TorchDispatchMode):
+class _WeightReadDetector(TorchDispatchMode):
     """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``watched_model``."""
 
     def __init__(self, watched_model: nn.Module) -> None:
@@ -218,14 +218,14 @@ class _TensorReadDetector(TorchDispatchMode):
         tensors = (
             x
             for x in (*watched_model.parameters(), *watched_model.buffers())
-            if has_data(x) and x.layout == torch.strided
+            if has_real_data(x) and x.layout == torch.strided
         )
         self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
-            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_data(x):
+            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_real_data(x):
                 self.found = self.found or x.untyped_storage().data_ptr() in self._storages
         if self.found:
             raise RuntimeError(_NOT_INDEPENDENT)
@@ -316,7 +316,7 @@ def reduce_model(
     try:
         makes = [*_iter_reduced_model_builders(model), *copies]
     except Exception as error:  # the class needs more than a config, or cannot be built with different configs
-        makes, problems = copies, [_format_error(error)]
+        makes, problems = copies, [_format_short_error(error)]
     for make, dtype in product(makes, PRECISIONS):
         try:
             reduced = _build_on_cpu(make, dtype)
@@ -324,7 +324,7 @@ def reduce_model(
                 if count := len(find_layer_kinds(model) - find_layer_kinds(reduced)):
                     raise ValueError(f"The reduced model lacks {count} of the layer types of the full model.")
                 copy_patched_forward_methods(reduced, model)
-            with check_copy_is_independent(model):
+            with check_original_weights_not_read(model):
                 run, batch_used = _find_trainable_batch(reduced, batch, with_media_tokens=with_media_tokens)
             further = (
                 () if batch is not None or with_media_tokens else tuple(_iter_media_forward_passes(reduced, batch_used))
@@ -337,7 +337,7 @@ def reduce_model(
         except PolicyError as error:
             problems.append(error.what)
         except Exception as error:  # unknown constraints between config fields
-            problems.append(_format_error(error))
+            problems.append(_format_short_error(error))
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
         f"No reduced model of {type(model).__name__} can be built and run: {found}.",
@@ -346,7 +346,7 @@ def reduce_model(
     )
 
 
-def _format_error(error: Exception) -> str:
+def _format_short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160].rstrip('.')}"
 
 
@@ -365,7 +365,7 @@ def copy_as_reduced_model(model: nn.Module) -> ReducedModel:
     for make, dtype in product(_get_model_copy_fns(model), PRECISIONS):
         try:
             reduced = remove_all_hooks(_build_on_cpu(make, dtype))
-            with check_copy_is_independent(model):
+            with check_original_weights_not_read(model):
                 return ReducedModel(reduced, *_find_trainable_batch(reduced, None, allow_guessed_inputs=True))
         except PolicyError as error:
             problem = error.what
@@ -437,7 +437,7 @@ def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.
 
 def _match_image_and_text_widths(model: nn.Module, small_config: PreTrainedConfig) -> nn.Module:
     """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
-    made = dict(example_inputs.iter_known_inputs(model))
+    made = dict(example_inputs.iter_inputs_for_known_arguments(model))
     if width := example_inputs.get_image_feature_dim(model, made):
         for path, value in iter_int_fields(small_config):
             if value == width and len(path) > 1:
@@ -478,7 +478,9 @@ def _find_trainable_batch(
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
                 ReferenceGradients.from_model(native, run).check_finite()
-                _set_training_mode(reduced_model, run, make_forward_fn(reduced_model, candidate, seed=1))
+                _set_training_mode_if_deterministic(
+                    reduced_model, run, make_forward_fn(reduced_model, candidate, seed=1)
+                )
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
@@ -491,33 +493,28 @@ def _iter_example_batches(
 ) -> Iterator[Mapping[str, Tensor]]:
     """Yield example batches for the reduced model, with guessed inputs last.
 
-    The only required argument of `forward` is guessed if its name is unknown.
-
     Args:
         with_media_tokens: whether batches with images or audio in the text come before batches with text only.
     """
     guessed = example_inputs.guess_example_batches(reduced_model) if allow_guessed_inputs else []
-    unknown_inputs_error, known = None, []
     try:
         known = example_inputs.make_example_batches(reduced_model)
-    except UnknownInputsError as error:
-        unknown_inputs_error = error
-        if not guessed and len(example_inputs.get_required_forward_args(reduced_model)) == 1:
-            guessed = example_inputs.guess_example_batches(reduced_model)
+    except UnknownInputsError:
+        if not guessed:
+            raise
+        known = []
     ways = [
         example_inputs.iter_batches_with_media_tokens(
-            reduced_model, dict(example_inputs.iter_known_inputs(reduced_model))
+            reduced_model, dict(example_inputs.iter_inputs_for_known_arguments(reduced_model))
         ),
         known,
     ]
     for way in ways if with_media_tokens else reversed(ways):
         yield from way
     yield from guessed
-    if unknown_inputs_error is not None and not allow_guessed_inputs:
-        raise unknown_inputs_error
 
 
-def find_accepted_batch(model: nn.Module) -> Mapping[str, Tensor]:
+def find_accepted_example_batch(model: nn.Module) -> Mapping[str, Tensor]:
     """Return the first example batch that a model accepts, including labels if the model then returns a loss.
 
     Raises the error of the first batch if the model accepts none.
@@ -540,7 +537,7 @@ def _iter_media_forward_passes(
     reduced_model: nn.Module, text_batch: Mapping[str, Tensor]
 ) -> Iterator[MediaForwardPass]:
     """Yield a forward pass with images or audio if the reduced model accepts them and ``text_batch`` has none."""
-    made = dict(example_inputs.iter_known_inputs(reduced_model))
+    made = dict(example_inputs.iter_inputs_for_known_arguments(reduced_model))
     for inputs in (*example_inputs.iter_batches_with_media_tokens(reduced_model, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
         adds_media = _has_media_tokens(reduced_model, inputs) and not _has_media_tokens(reduced_model, text_batch)
@@ -563,7 +560,9 @@ def _has_media_tokens(reduced_model: nn.Module, inputs: Mapping[str, Tensor]) ->
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
-def _set_training_mode(reduced_model: nn.Module, forward_fn: Forward, reseeded_forward_fn: Forward) -> None:
+def _set_training_mode_if_deterministic(
+    reduced_model: nn.Module, forward_fn: Forward, reseeded_forward_fn: Forward
+) -> None:
     """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
     disable_dropout(reduced_model.train())
     try:
@@ -571,7 +570,8 @@ def _set_training_mode(reduced_model: nn.Module, forward_fn: Forward, reseeded_f
         reference = ReferenceGradients.from_model(first, forward_fn)
         reference.check_finite()
         is_random = any(
-            compute_probe_loss(call(again)).item() != reference.loss for call in (forward_fn, reseeded_forward_fn)
+            compute_loss_from_all_outputs(call(again)).item() != reference.loss
+            for call in (forward_fn, reseeded_forward_fn)
         )
     except Exception:
         is_random = True
@@ -590,7 +590,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class LabelDependence:
+class TokensAffectingPrediction:
     """The input tokens on which a language model's prediction of a label depends.
 
     Args:
@@ -604,14 +604,14 @@ class LabelDependence:
     is_label_aligned: bool
 
 
-def measure_label_dependence(model: PreTrainedModel) -> LabelDependence | None:
+def measure_label_dependence(model: PreTrainedModel) -> TokensAffectingPrediction | None:
     """Measure which input tokens affect the prediction of a label, or return None if the model cannot be measured.
 
     The measurement uses a copy of the model, or a reduced model if the model is large.
     """
     for dtype in (torch.float64, torch.float32):
         try:
-            small, ids_BS = _make_small_model(model)
+            small, ids_BS = _make_small_model_and_token_ids(model)
             return _measure_small_model_dependence(small.to(dtype), ids_BS)
         except Exception:  # the model requires other inputs or fp32, or returns other outputs
             continue
@@ -630,7 +630,7 @@ def check_packing_support(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            small, ids_BS = _make_small_model(model)
+            small, ids_BS = _make_small_model_and_token_ids(model)
             is_separated = _are_packed_documents_isolated(small.to(torch.float64), ids_BS)
             reason = "lets packed documents attend to each other"
         except Exception as error:  # the model takes no position_ids
@@ -655,7 +655,7 @@ def _are_packed_documents_isolated(model: nn.Module, input_ids_BS: Tensor) -> bo
     return bool(difference <= NOISE * alone_BSV.abs().max())
 
 
-def _make_small_model(model: PreTrainedModel) -> tuple[nn.Module, Tensor]:
+def _make_small_model_and_token_ids(model: PreTrainedModel) -> tuple[nn.Module, Tensor]:
     """Return a copy of the model on the CPU (or a reduced model if it is large), and a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)
@@ -671,7 +671,7 @@ def _make_small_model(model: PreTrainedModel) -> tuple[nn.Module, Tensor]:
     return small.cpu().eval(), ids_BS
 
 
-def _measure_small_model_dependence(model: nn.Module, input_ids_BS: Tensor) -> LabelDependence:
+def _measure_small_model_dependence(model: nn.Module, input_ids_BS: Tensor) -> TokensAffectingPrediction:
     position = input_ids_BS.shape[1] // 2
     labels_BS = torch.full_like(input_ids_BS, IGNORED)
     labels_BS[:, position] = input_ids_BS[:, position]
@@ -690,6 +690,6 @@ def _measure_small_model_dependence(model: nn.Module, input_ids_BS: Tensor) -> L
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 
-    return LabelDependence(
+    return TokensAffectingPrediction(
         depends_on_tokens_from(position), depends_on_tokens_from(position + 1), is_label_aligned=compared == [position]
     )

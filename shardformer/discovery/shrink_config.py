@@ -15,15 +15,15 @@ from torch import nn
 
 from shardformer.discovery import config_fields
 from shardformer.discovery.config_fields import (
-    ConfigField,
-    FieldMeaning,
+    ConfigFieldMeaning,
+    IntConfigField,
     Path,
     get_sub_config,
     iter_int_fields,
     iter_list_fields,
 )
 from shardformer.errors import PolicyError
-from shardformer.transformers_compat import load_transformers
+from shardformer.transformers_compat import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -56,10 +56,10 @@ def get_num_layers_to_keep(model: nn.Module) -> int:
 
     Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
     """
-    return needed if LAYERS < (needed := count_layers_covering_all_kinds(model)) <= MAX_LAYERS else 0
+    return needed if LAYERS < (needed := count_first_layers_covering_all_kinds(model)) <= MAX_LAYERS else 0
 
 
-def count_layers_covering_all_kinds(model: nn.Module) -> int:
+def count_first_layers_covering_all_kinds(model: nn.Module) -> int:
     """Return the smallest n for which the first n layers of a model include every kind of layer."""
     needed = 0
     for layers in _find_module_lists(model).values():
@@ -154,7 +154,7 @@ def reduce_mrope_sections(config: PreTrainedConfig, original_model: nn.Module) -
         sections: Any = getattr(module, "mrope_section", None)
         large: Any = getattr(module, "config", None)
         if isinstance(sections, list | tuple) and len(sections) and config_fields.is_model_config(large):
-            for small in config_fields.iter_configs(config):
+            for small in config_fields.iter_config_and_sub_configs(config):
                 rope = getattr(small, "rope_parameters", None)
                 if small.model_type == large.model_type and isinstance(rope, dict):
                     share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
@@ -249,8 +249,8 @@ class ConfigShrinker:
         self._few: dict[tuple[int, int], PreTrainedConfig] = {}
         every = self._get_config_with_fewer_layers(0, 1)
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
-            every = self._get_config_with_fewer_layers(count_layers_covering_all_kinds(model), 1)
-        measurements = config_fields.probe_config_fields(self.make, every)
+            every = self._get_config_with_fewer_layers(count_first_layers_covering_all_kinds(model), 1)
+        measurements = config_fields.measure_config_field_effects(self.make, every)
         self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.infer_field_meanings(self.fields)
 
@@ -302,8 +302,8 @@ class ConfigShrinker:
         reduce_image_sizes(small)
         reduce_mrope_sections(small, self.model)
         if recompute_derived:
-            heads = {path[-1] for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
-            small = rebuild_config(small, heads)
+            heads = {path[-1] for path, kind in self.kinds.items() if kind is ConfigFieldMeaning.HEADS}
+            small = recompute_derived_config_fields(small, heads)
         if hasattr(small, "_experts_implementation"):
             small._experts_implementation = "eager"  # the other implementations do not compute in fp64
         return small
@@ -331,14 +331,14 @@ def build_meta_model(config: PreTrainedConfig) -> nn.Module:
     Raises:
         PolicyError: if ``config`` is not a config or its model cannot be built.
     """
-    transformers = load_transformers()
+    transformers = import_transformers()
     if not hasattr(config, "model_type"):
         raise PolicyError(
             f"derive_policy expects a model or a transformers config, but got {config!r:.80}.",
             remedy="Pass the model instead.",
         )
     name = get_first_architecture(config)
-    make: Any = get_model_class(name) or transformers.AutoModel.from_config
+    make: Any = find_transformers_model_class(name) or transformers.AutoModel.from_config
     try:
         with torch.device("meta"):
             model: nn.Module = make(copy.deepcopy(config))
@@ -358,15 +358,17 @@ def get_first_architecture(config: PreTrainedConfig) -> str:
     return first if isinstance(first, str) else ""
 
 
-def get_model_class(class_name: str) -> type[nn.Module] | None:
+def find_transformers_model_class(class_name: str) -> type[nn.Module] | None:
     """Return the transformers model class with this name, or None if transformers has no such class."""
-    transformers = load_transformers()
+    transformers = import_transformers()
     found = getattr(transformers, class_name, None) if class_name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small_config: PreTrainedConfig, kept_field_names: Collection[str]) -> PreTrainedConfig:
+def recompute_derived_config_fields(
+    small_config: PreTrainedConfig, kept_field_names: Collection[str]
+) -> PreTrainedConfig:
     """Construct a config again so that its class recomputes all derived fields except ``kept_field_names``."""
     default, now, assigned = vars(type(small_config)()), vars(small_config), {}
     for field in (field for field in dataclasses.fields(small_config) if field.init):
@@ -388,44 +390,52 @@ MAX_HEAD_DIM = 256
 MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 
 
-def filter_fields_of_same_config(field: ConfigField, candidate_fields: Sequence[ConfigField]) -> list[ConfigField]:
+def filter_fields_of_same_config(
+    field: IntConfigField, candidate_fields: Sequence[IntConfigField]
+) -> list[IntConfigField]:
     """Return the fields in ``candidate_fields`` that are in the same config or nested config as ``field``."""
     return [other for other in candidate_fields if other.path[:-1] == field.path[:-1]]
 
 
 def choose_reduced_field_values(
-    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], target_sizes: ReducedModelSizes
+    all_fields: Sequence[IntConfigField],
+    field_meanings: Mapping[Path, ConfigFieldMeaning],
+    target_sizes: ReducedModelSizes,
 ) -> dict[Path, int]:
     """Return a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
-    of = {kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in FieldMeaning}
+    of = {
+        kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in ConfigFieldMeaning
+    }
     hidden = {
-        n.value: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], target_sizes) for n in of[FieldMeaning.HIDDEN]
+        n.value: _choose_small_hidden_size(n, of[ConfigFieldMeaning.HIDDEN], target_sizes)
+        for n in of[ConfigFieldMeaning.HIDDEN]
     }
     words = {
         n.value
-        for n in of[FieldMeaning.ROWS]
+        for n in of[ConfigFieldMeaning.ROWS]
         if any(s.location in HEAD and not s.depth for s in n.get_sizes_equal_to_value())
     }
-    for field in of[FieldMeaning.HEADS]:
-        counts = {n.value for n in filter_fields_of_same_config(field, of[FieldMeaning.HEADS])}
+    for field in of[ConfigFieldMeaning.HEADS]:
+        counts = {n.value for n in filter_fields_of_same_config(field, of[ConfigFieldMeaning.HEADS])}
         small[field.path] = _choose_small_head_counts(counts, target_sizes)[field.value]
-    for field in of[FieldMeaning.HEAD_DIM]:
+    for field in of[ConfigFieldMeaning.HEAD_DIM]:
         dim = target_sizes.head_dim * _count_parts_per_head(
-            field, filter_fields_of_same_config(field, of[FieldMeaning.HEAD_DIM])
+            field, filter_fields_of_same_config(field, of[ConfigFieldMeaning.HEAD_DIM])
         )
         small[field.path] = dim if field.value >= MIN_HEAD_DIM else field.value
     small |= {
-        n.path: _choose_small_hidden_size(n, of[FieldMeaning.HIDDEN], target_sizes) for n in of[FieldMeaning.HIDDEN]
+        n.path: _choose_small_hidden_size(n, of[ConfigFieldMeaning.HIDDEN], target_sizes)
+        for n in of[ConfigFieldMeaning.HIDDEN]
     }
-    for field in of[FieldMeaning.ROWS]:
+    for field in of[ConfigFieldMeaning.ROWS]:
         small[field.path] = min(field.value, target_sizes.words if field.value in words else target_sizes.num_positions)
-    small |= {n.path: min(n.value, target_sizes.num_positions) for n in of[FieldMeaning.POSITIONS]}
-    small |= {n.path: max(1, n.value // target_sizes.fewer_channels) for n in of[FieldMeaning.CHANNELS]}
-    small |= {n.path: min(n.value, target_sizes.num_experts) for n in of[FieldMeaning.EXPERTS]}
-    small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
+    small |= {n.path: min(n.value, target_sizes.num_positions) for n in of[ConfigFieldMeaning.POSITIONS]}
+    small |= {n.path: max(1, n.value // target_sizes.fewer_channels) for n in of[ConfigFieldMeaning.CHANNELS]}
+    small |= {n.path: min(n.value, target_sizes.num_experts) for n in of[ConfigFieldMeaning.EXPERTS]}
+    small |= {n.path: min(n.value, LAYERS) for n in of[ConfigFieldMeaning.LAYERS]}
     widths = []
-    for field in of[FieldMeaning.WIDTH]:
+    for field in of[ConfigFieldMeaning.WIDTH]:
         product = _choose_small_attention_width(
             field, filter_fields_of_same_config(field, all_fields), field_meanings, small
         )
@@ -435,22 +445,22 @@ def choose_reduced_field_values(
             widths.append(field)
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: target_sizes.widths[min(ordered.index(n.value), len(target_sizes.widths) - 1)] for n in widths}
-    small |= dict(_iter_head_dims_from_widths(all_fields, of, small))
+    small |= dict(_iter_head_dims_from_hidden_sizes(all_fields, of, small))
     return small | _infer_values_of_equal_fields(all_fields, field_meanings, small)
 
 
 def _choose_small_hidden_size(
-    field: ConfigField, all_fields: Sequence[ConfigField], target_sizes: ReducedModelSizes
+    field: IntConfigField, all_fields: Sequence[IntConfigField], target_sizes: ReducedModelSizes
 ) -> int:
     """Return a small hidden size that is above, equal to or below the main one, as in the original config."""
     matrices: dict[int, set[str]] = {}
     for other in filter_fields_of_same_config(field, all_fields):
-        matrices.setdefault(other.value, set()).update(other.get_changed_matrix_names())
+        matrices.setdefault(other.value, set()).update(other.get_dependent_matrix_names())
     most = max(matrices, key=lambda value: len(matrices[value]))
     return target_sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
 
 
-def _count_parts_per_head(field: ConfigField, sibling_fields: Sequence[ConfigField]) -> int:
+def _count_parts_per_head(field: IntConfigField, sibling_fields: Sequence[IntConfigField]) -> int:
     """Return how many parts a head dim consists of, such as rotary and non-rotary features."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(sibling_fields, 2)):
         return 2
@@ -461,59 +471,67 @@ def _count_parts_per_head(field: ConfigField, sibling_fields: Sequence[ConfigFie
 
 
 def _choose_small_attention_width(
-    field: ConfigField,
-    sibling_fields: Sequence[ConfigField],
-    field_meanings: Mapping[Path, FieldMeaning],
+    field: IntConfigField,
+    sibling_fields: Sequence[IntConfigField],
+    field_meanings: Mapping[Path, ConfigFieldMeaning],
     reduced_values: Mapping[Path, int],
 ) -> int | None:
     """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
     for heads, dim in product(sibling_fields, sibling_fields):
         if (
-            field_meanings.get(heads.path) is FieldMeaning.HEADS
+            field_meanings.get(heads.path) is ConfigFieldMeaning.HEADS
             and heads.value * dim.value == field.value
             and heads is not dim
         ):
-            if field_meanings.get(dim.path) is FieldMeaning.HEAD_DIM or (
+            if field_meanings.get(dim.path) is ConfigFieldMeaning.HEAD_DIM or (
                 dim.path not in field_meanings and dim.value <= MAX_HEAD_DIM
             ):
                 return reduced_values[heads.path] * reduced_values.get(dim.path, dim.value)
     return None
 
 
-def _iter_head_dims_from_widths(
-    all_fields: Sequence[ConfigField],
-    fields_by_meaning: Mapping[FieldMeaning, Sequence[ConfigField]],
+def _iter_head_dims_from_hidden_sizes(
+    all_fields: Sequence[IntConfigField],
+    fields_by_meaning: Mapping[ConfigFieldMeaning, Sequence[IntConfigField]],
     reduced_values: Mapping[Path, int],
 ) -> Iterator[tuple[Path, int]]:
     """Yield a path and a small value for each field that equals a hidden size divided by a head count."""
     widths = {
         (field.path[:-1], int(times * field.value)): int(times * reduced_values[field.path])
-        for field in fields_by_meaning[FieldMeaning.HIDDEN]
+        for field in fields_by_meaning[ConfigFieldMeaning.HIDDEN]
         for spot, times in field.size_ratios.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for field in all_fields:
-        for heads in filter_fields_of_same_config(field, fields_by_meaning[FieldMeaning.HEADS]):
+        for heads in filter_fields_of_same_config(field, fields_by_meaning[ConfigFieldMeaning.HEADS]):
             width = widths.get((field.path[:-1], field.value * heads.value), 0)
             if field.path not in reduced_values and width and width % reduced_values[heads.path] == 0:
                 yield field.path, width // reduced_values[heads.path]
 
 
 def _infer_values_of_equal_fields(
-    all_fields: Sequence[ConfigField], field_meanings: Mapping[Path, FieldMeaning], reduced_values: Mapping[Path, int]
+    all_fields: Sequence[IntConfigField],
+    field_meanings: Mapping[Path, ConfigFieldMeaning],
+    reduced_values: Mapping[Path, int],
 ) -> dict[Path, int]:
     """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
 
     The known field must belong to the same config, or its value must be too large to be equal by chance.
     """
     # later meanings take precedence
-    meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
+    meanings = (
+        ConfigFieldMeaning.ROWS,
+        ConfigFieldMeaning.WIDTH,
+        ConfigFieldMeaning.HIDDEN,
+        ConfigFieldMeaning.HEAD_DIM,
+        ConfigFieldMeaning.HEADS,
+    )
     ordered = [n for meaning in meanings for n in all_fields if field_meanings.get(n.path) is meaning]
     anywhere = {n.value: reduced_values[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): reduced_values[n.path] for n in ordered}
     unknown = [
         n
         for n in all_fields
-        if n.path not in reduced_values and (n.value >= MIN_UNAMBIGUOUS or n.has_only_derived_attributes())
+        if n.path not in reduced_values and (n.value >= MIN_UNAMBIGUOUS or n.affects_only_derived_attributes())
     ]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
     return {path: size for path, size in new.items() if size is not None}

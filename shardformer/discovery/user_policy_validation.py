@@ -28,7 +28,7 @@ from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import as_path_list, get_attribute_by_path, join_path, match_paths
+from shardformer.module_paths import as_path_list, get_attribute_by_path_or_none, join_path, match_paths
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
@@ -52,11 +52,13 @@ OF_MLP = (
 OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`, and set `fused` and `dims`."
 
 
-def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
+def suggest_policy_fix(
+    policy: Policy, role: Role | str | None, reduced: ReducedModel, failing_module_path: str | None
+) -> str:
     """Return advice on how to correct a policy whose sharded model computes different results."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
-        unlisted = _describe_unlisted_attributes(policy, role, reduced)
+        unlisted = _describe_missing_local_attrs(policy, role, reduced)
         return (
             "Pass the linear layers that read the input as q, k and v, or as qkv, and the last one as out. Check that "
             f"num_heads={heads!r} is the head count of the forward pass, and list attributes that differ per rank in "
@@ -72,10 +74,10 @@ def suggest_policy_fix(policy: Policy, role: Role | str | None, reduced: Reduced
         return OF_VOCABULARY
     if isinstance(policy, RolePolicy):
         return "Each role passes validation alone. Look for a module that two roles share."
-    return (f"Check {module_path}. " if module_path else "") + OF_DESCRIPTIONS
+    return (f"Check {failing_module_path}. " if failing_module_path else "") + OF_DESCRIPTIONS
 
 
-def _describe_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
+def _describe_missing_local_attrs(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
     """List attributes of an attention module that probably hold its head count but are missing in ``local_attrs``."""
     numbers = trace_forward(reduced.model, reduced.forward_fn).accessed_int_attributes
     names = [name for name, _ in reduced.model.named_modules()]
@@ -86,7 +88,7 @@ def _describe_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: 
         for path in paths[:1]:
             is_attribute = str(heads).startswith(".")
             owner = reduced.model.get_submodule(path) if is_attribute else getattr(reduced.model, "config", None)
-            count = get_attribute_by_path(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
+            count = get_attribute_by_path_or_none(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
             read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
     return ""
@@ -177,7 +179,7 @@ MAX_TRIAL_NUMEL = 100_000_000
 
 
 @dataclass(frozen=True)
-class PolicyFailure:
+class PolicyValidationFailure:
     """The reason why a policy failed validation and, if known, the failing module and a remedy."""
 
     problem: str
@@ -219,7 +221,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_siz
         type(policy),
         options,
         tensor_parallel_size,
-        hash((*compute_model_fingerprint(model), *plan.get_fingerprint_lines())),
+        hash((*compute_model_fingerprint(model), *plan.get_lines_to_compare_across_ranks())),
     )
     with _ONE_AT_A_TIME:
         if key not in _RESULTS:
@@ -326,7 +328,7 @@ class _PolicyValidator:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
             first = reduced_model.ReferenceGradients.from_model(native, reduced.forward_fn)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
-                again = reduced_model.compute_probe_loss(reduced.forward_fn(native)).item()
+                again = reduced_model.compute_loss_from_all_outputs(reduced.forward_fn(native)).item()
             copy_with_shared_weights(reduced.model)
         except Exception as error:
             raise _ValidationImpossibleError(validation.summarize_error(error)) from error
@@ -368,7 +370,7 @@ class _PolicyValidator:
             + ". If the difference is intended, set validate = False in the policy.",
         )
 
-    def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyFailure]]:
+    def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyValidationFailure]]:
         """Shard one part of the model at a time, and yield each part of the policy that changes the results."""
         if not isinstance(self._policy, RolePolicy):
             return
@@ -381,7 +383,7 @@ class _PolicyValidator:
 
     def _find_training_failure(
         self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None
-    ) -> PolicyFailure | None:
+    ) -> PolicyValidationFailure | None:
         """Train a sharded copy of the model, and return a description of the first error, or None.
 
         A second run with ``expected_outputs`` finds the module at which a difference appears.
@@ -397,7 +399,7 @@ class _PolicyValidator:
             validation.compare_training(self._reference, model)
 
         try:
-            run_as_threads(train_on_rank, tensor=self._tensor, in_turn=True)
+            run_as_threads(train_on_rank, tensor=self._tensor, one_at_a_time=True)
             return None
         except _ValidationImpossibleError:
             raise
@@ -405,17 +407,19 @@ class _PolicyValidator:
             if expected_outputs is None:
                 return self._find_training_failure(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
-            if not (problem := validation.format_failure_clause(difference)).startswith("the output"):
-                return PolicyFailure(f"trains differently: {problem}" + (f", as does {at!r}" if at else ""), at)
-            return PolicyFailure("computes a different output" + (f", first in {at!r}" if at else ""), at)
+            if not (problem := validation.format_error_as_clause(difference)).startswith("the output"):
+                return PolicyValidationFailure(
+                    f"trains differently: {problem}" + (f", as does {at!r}" if at else ""), at
+                )
+            return PolicyValidationFailure("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
-            return PolicyFailure(f"does not run: {error.what}", remedy=error.remedy)
+            return PolicyValidationFailure(f"does not run: {error.what}", remedy=error.remedy)
         except ShardFormerError as error:  # an option or input error, which the real forward pass will raise again
             raise _ValidationImpossibleError(error.what) from error
         except Exception as error:  # a forward pass with wrong shards may raise anything
             at = next((found for model in models if (found := validation.find_failing_module_path(error, model))), None)
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
-            return PolicyFailure(f"does not run: {validation.summarize_error(error)}{where}", at)
+            return PolicyValidationFailure(f"does not run: {validation.summarize_error(error)}{where}", at)
 
     def _shard_with_policy_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """Shard a model with a copy of the policy, and raise _ValidationImpossibleError if that fails.

@@ -24,17 +24,22 @@ from shardformer.discovery.reduced_model import (
     RELATIVE,
     ReducedModel,
     ReferenceGradients,
-    compute_probe_loss,
+    compute_loss_from_all_outputs,
     copy_with_shared_weights,
 )
 from shardformer.errors import PolicyError, ShardFormerError, get_first_message_line
 from shardformer.kernels.attention_registration import find_attention_classes
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs, max_abs_difference
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata, max_abs_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.module_paths import LIBRARIES
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, map_tensors_to_layers, map_tensors_to_stages
+from shardformer.pipeline.layer_sequence import (
+    LayerRange,
+    LayerSequence,
+    map_tensor_names_to_stages,
+    map_tensors_to_layers,
+)
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState, is_all_nan
 from shardformer.pipeline.stage_manager import copy_first_layer_attributes
 from shardformer.policies.policy import Policy
@@ -84,7 +89,7 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {get_first_message_line(error)[:MAX_ERROR_CHARS]}"
 
 
-def format_failure_clause(error: Exception) -> str:
+def format_error_as_clause(error: Exception) -> str:
     """Return the message of a failed validation as a clause, without a full stop."""
     text = get_first_message_line(error)
     return error.what if isinstance(error, ShardFormerError) else text[:1].lower() + text[1:]
@@ -129,9 +134,9 @@ def validate_sharding(
             compare_training(expected, model)
 
     try:
-        run_as_threads(train_on_rank, **axis_sizes, in_turn=True)
+        run_as_threads(train_on_rank, **axis_sizes, one_at_a_time=True)
     except (TrainingMismatchError, ShardFormerError) as error:
-        return format_failure_clause(error)
+        return format_error_as_clause(error)
     except Exception as error:  # a forward pass with wrong shards may raise anything
         return f"the sharded model does not run ({format_error_with_location(error)})"
     return None
@@ -147,14 +152,14 @@ def compare_training(reference: ReferenceGradients, sharded_model: nn.Module) ->
     Raises:
         TrainingMismatchError: if the loss or a gradient differs.
     """
-    loss = compute_probe_loss(reference.forward_fn(sharded_model))
+    loss = compute_loss_from_all_outputs(reference.forward_fn(sharded_model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
             f"The output differs from that of the unsharded model: the test loss is {loss.item():.6g} instead of "
             f"{reference.loss:.6g}."
         )
     loss.backward()
-    specs, coords = get_shard_specs(sharded_model), get_metadata(sharded_model).coords
+    specs, coords = get_shard_specs(sharded_model), get_sharding_metadata(sharded_model).coords
     for name, param in sharded_model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
@@ -192,37 +197,39 @@ def build_layer_sequence(model: nn.Module, policy_cls: type[RolePolicy], stacks:
 
 
 def validate_pipeline_stages(
-    reference: ReferenceGradients, policy_cls: type[RolePolicy], stacks: Sequence[LayerStack]
+    reference: ReferenceGradients, policy_cls: type[RolePolicy], layer_stacks: Sequence[LayerStack]
 ) -> str | None:
     """Run a model in two pipeline stages, and return how it differs from the full model, or None.
 
     The stage boundary is placed after the first layer, before the last, halfway, and around the start of each stack.
     """
     try:
-        chain = build_layer_sequence(reference.model, policy_cls, stacks)
-        count = len(chain.layer_calls)
+        chain = build_layer_sequence(reference.model, policy_cls, layer_stacks)
+        count = len(chain.called_layer_paths)
         if count < 2:
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.stack_start_indices for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.further_batches):
-                _check_stages_match(expected, chain, chain.get_stage_layer_ranges([0, bound, count]))
+                _check_stages_match_full_model(expected, chain, chain.get_stage_layer_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
-        return format_failure_clause(error)
+        return format_error_as_clause(error)
     except Exception as error:  # a forward pass of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
 
-def _check_stages_match(
+def _check_stages_match_full_model(
     reference: ReferenceGradients, layer_sequence: LayerSequence, layer_ranges: Sequence[LayerRange]
 ) -> None:
     owners = map_tensors_to_layers(reference.model, layer_sequence)
-    stages_of_param = map_tensors_to_stages(owners, layer_ranges)
+    stages_of_param = map_tensor_names_to_stages(owners, layer_ranges)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(layer_ranges)):
         model, placeholders = copy_with_shared_weights(reference.model), ParameterPlaceholders()
-        placeholders.replace_params(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
+        placeholders.replace_nonlocal_params(
+            model, {name: stage in stages_of for name, stages_of in stages_of_param.items()}
+        )
         copy_first_layer_attributes(model, layer_sequence, [layer_ranges[stage]])
         stages.append((model, StageForward(model, layer_sequence, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages
@@ -235,7 +242,7 @@ def _check_stages_match(
     output, _ = second_forward.run_stage_forward(
         second, StageForwardState(layer_ranges[1], received), lambda: reference.forward_fn(second)
     )
-    _check_outputs_match(reference, output)
+    _check_outputs_match_and_run_backward(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
         raise TrainingMismatchError("A tensor that the first stage sends to the second stage receives no gradient.")
@@ -244,7 +251,7 @@ def _check_stages_match(
     _check_gradients_match(reference.model, _sum_grads_over_stages(reference.model, [first, second]))
 
 
-def _check_outputs_match(reference: ReferenceGradients, last_stage_output: Any) -> None:
+def _check_outputs_match_and_run_backward(reference: ReferenceGradients, last_stage_output: Any) -> None:
     """Compare the outputs of the last stage with those of the full model, and run the backward passes of both."""
     expected, stage_outputs = (
         _get_float_outputs(reference.forward_fn(reference.model)),
@@ -308,7 +315,7 @@ _CONTEXT_RESULTS: dict[Hashable, ContextParallelValidationResult] = {}
 
 
 def validate_context_parallel(
-    model: nn.Module, policy: Policy, ring_sizes: ContextParallelSizes, *, allow_full_attention: bool = True
+    model: nn.Module, policy: Policy, context_parallel_sizes: ContextParallelSizes, *, allow_full_attention: bool = True
 ) -> ContextParallelValidationResult:
     """Validate context parallelism on a reduced model.
 
@@ -316,19 +323,23 @@ def validate_context_parallel(
 
     Args:
         policy: the policy of the model, which is also used for the reduced model.
-        ring_sizes: the ring and Ulysses sizes of the sequence axis.
+        context_parallel_sizes: the ring and Ulysses sizes of the sequence axis.
         allow_full_attention: whether attention modules may be computed for the full sequence on every rank.
     """
-    ring_sizes = ContextParallelSizes(min(ring_sizes.ring, 2), min(ring_sizes.group, 2), ring_sizes.all_gather_kv)
+    context_parallel_sizes = ContextParallelSizes(
+        min(context_parallel_sizes.ring, 2), min(context_parallel_sizes.group, 2), context_parallel_sizes.all_gather_kv
+    )
     key = (
         reduced_model.make_validation_cache_key(model),
-        ring_sizes.ring,
-        ring_sizes.group,
-        ring_sizes.all_gather_kv,
+        context_parallel_sizes.ring,
+        context_parallel_sizes.group,
+        context_parallel_sizes.all_gather_kv,
         allow_full_attention,
     )
     return _get_cached_or_validate(
-        _CONTEXT_RESULTS, key, lambda: _validate_context_uncached(model, policy, ring_sizes, allow_full_attention)
+        _CONTEXT_RESULTS,
+        key,
+        lambda: _validate_context_parallel_uncached(model, policy, context_parallel_sizes, allow_full_attention),
     )
 
 
@@ -346,8 +357,8 @@ def _get_cached_or_validate(
         return result_cache[cache_key]
 
 
-def _validate_context_uncached(
-    model: nn.Module, policy: Policy, ring_sizes: ContextParallelSizes, allow_full_attention: bool
+def _validate_context_parallel_uncached(
+    model: nn.Module, policy: Policy, sizes: ContextParallelSizes, allow_full_attention: bool
 ) -> ContextParallelValidationResult:
     try:
         reduced = reduced_model.reduce_or_copy_model(model)
@@ -367,13 +378,13 @@ def _validate_context_uncached(
 
         def shard_on_rank(model: nn.Module, context: ParallelContext) -> None:
             if not trial_result.is_whole:
-                context = context.reshape_axis("sequence", ring=ring_sizes.ring, ulysses=ring_sizes.group)
-            config = ShardConfig(context=context, context_parallel="gather" if ring_sizes.all_gather_kv else "auto")
+                context = context.reshape_axis("sequence", ring=sizes.ring, ulysses=sizes.group)
+            config = ShardConfig(context=context, context_parallel="gather" if sizes.all_gather_kv else "auto")
             shard_for_validation(model, config, copy.copy(policy), apply_rules=False, context=trial_result)
             if context.rank == 0:
-                runs.append(get_metadata(model).context_run)
+                runs.append(get_sharding_metadata(model).context_run)
 
-        failure = validate_sharding(reference, shard_on_rank, sequence=ring_sizes.ring * ring_sizes.group)
+        failure = validate_sharding(reference, shard_on_rank, sequence=sizes.ring * sizes.group)
         return ContextParallelValidationResult(
             failure, replace(trial_result, dims=runs[0].dims) if runs else ContextParallelTrialResult()
         )
@@ -422,7 +433,7 @@ def _iter_full_sequence_candidates(
     def is_attention(layer_path: str, child_name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer_path}.{child_name}").modules())
 
-    children = [(t.layers, layer, name) for t in layer_list_traces for layer, name in t.iter_layer_children()]
+    children = [(t.layers, layer, name) for t in layer_list_traces for layer, name in t.iter_layer_and_child_paths()]
     attending = _remove_duplicates((layers, name) for layers, layer, name in children if is_attention(layer, name))
     mixing = _remove_duplicates(
         (t.layers, name)

@@ -2,8 +2,8 @@
 
 A model head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
 expresses the target as a function of the micro-batch's tensors, which can then be evaluated for other micro-batches. If
-an operation cannot be recorded, ``find_label_transforms`` searches the micro-batch for a tensor with the values of the
-target, after the transformations that heads commonly use.
+an operation cannot be recorded, ``find_label_transforms_matching_target`` searches the micro-batch for a tensor with
+the values of the target, after the transformations that heads commonly use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardformer.comm.sharded_tensor import is_inplace
+from shardformer.comm.sharded_tensor import is_inplace_call
 from shardformer.gradient_accumulation.micro_batches import TensorPath, Tensors
 from shardformer.torch_compat import tolist_or_ones
 
@@ -34,7 +34,7 @@ class SymbolicTensorSize:
         return self.sign * micro_batch_tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def from_number(size: int, micro_batch_tensors: Tensors) -> SymbolicTensorSize | int:
+    def from_int(size: int, micro_batch_tensors: Tensors) -> SymbolicTensorSize | int:
         """Find a tensor dimension of size ``size`` and return its ``SymbolicTensorSize``, or else return ``size``.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
@@ -47,29 +47,29 @@ class SymbolicTensorSize:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchTensorExpression:
+class MicroBatchTensorExpression:
     """A symbolic expression for one of the tensors in a micro-batch."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
-class DerivedTensorExpression:
+class TorchFunctionResultExpression:
     """A symbolic expression for the result of a torch function whose arguments were computed from a micro-batch.
 
     Args:
         output_index: index of the result, if the function returns several.
-        is_write: whether the function writes its result into its first argument.
+        writes_first_argument: whether the function writes its result into its first argument.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output_index: int | None = None
-    is_write: bool = False
+    writes_first_argument: bool = False
 
 
-Expression = BatchTensorExpression | DerivedTensorExpression
+Expression = MicroBatchTensorExpression | TorchFunctionResultExpression
 
 
 @torch.no_grad()
@@ -80,11 +80,11 @@ def evaluate_expression(
     cached_values = {} if cached_values is None else cached_values
     if id(expression) in cached_values:
         return cached_values[id(expression)]
-    if isinstance(expression, BatchTensorExpression):
+    if isinstance(expression, MicroBatchTensorExpression):
         return micro_batch_tensors[expression.name]
 
     def evaluate_argument(arg: Any) -> Any:
-        if isinstance(arg, BatchTensorExpression | DerivedTensorExpression):
+        if isinstance(arg, MicroBatchTensorExpression | TorchFunctionResultExpression):
             return evaluate_expression(arg, micro_batch_tensors, cached_values)
         return arg.compute_size(micro_batch_tensors) if isinstance(arg, SymbolicTensorSize) else arg
 
@@ -92,12 +92,12 @@ def evaluate_expression(
         _map_nested(expression.args, evaluate_argument),
         _map_nested(dict(expression.kwargs), evaluate_argument),
     )
-    if expression.is_write:
+    if expression.writes_first_argument:
         args = (args[0].clone(), *args[1:])
     result = expression.fn(*args, **kwargs)
     if expression.output_index is not None:
         result = result[expression.output_index]
-    out: Tensor = args[0] if expression.is_write else result
+    out: Tensor = args[0] if expression.writes_first_argument else result
     cached_values[id(expression)] = out
     return out
 
@@ -112,7 +112,7 @@ def _map_nested(nested: Any, fn: Callable[[Any], Any]) -> Any:
     return fn(nested)
 
 
-class _UnknownArgumentError(Exception):
+class _ArgumentNotFromMicroBatchError(Exception):
     """Raised if a recorded function has an argument that was not computed from the micro-batch."""
 
 
@@ -126,7 +126,7 @@ class LabelTracer:
         self._tensors = micro_batch_tensors
         self._expressions: Any = WeakIdKeyDictionary()  # does not keep tensors alive
         for name, tensor in micro_batch_tensors.items():
-            self._expressions[tensor] = BatchTensorExpression(name)
+            self._expressions[tensor] = MicroBatchTensorExpression(name)
 
     def get_expression(self, tensor: Tensor) -> Expression | None:
         expression: Expression | None = self._expressions.get(tensor)
@@ -135,31 +135,33 @@ class LabelTracer:
     def record_function_call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        is_write = is_inplace(fn, kwargs)
+        is_write = is_inplace_call(fn, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(output, Tensor | tuple | list):
             return
-        derived = self._derive_expression(fn, args, kwargs, is_write)
+        derived = self._build_result_expression(fn, args, kwargs, is_write)
         if written is not None:
-            self._store_expression(written, derived)
+            self._store_or_delete_expression(written, derived)
         elif isinstance(output, Tensor):
-            self._store_expression(output, derived)
+            self._store_or_delete_expression(output, derived)
         elif derived is not None:
             for i, part in enumerate(output):
                 if isinstance(part, Tensor):
-                    self._store_expression(
-                        part, DerivedTensorExpression(derived.fn, derived.args, derived.kwargs, output_index=i)
+                    self._store_or_delete_expression(
+                        part, TorchFunctionResultExpression(derived.fn, derived.args, derived.kwargs, output_index=i)
                     )
 
-    def _store_expression(self, tensor: Tensor, derived_tensor: DerivedTensorExpression | None) -> None:
-        if derived_tensor is not None:
-            self._expressions[tensor] = derived_tensor
+    def _store_or_delete_expression(
+        self, tensor: Tensor, result_expression: TorchFunctionResultExpression | None
+    ) -> None:
+        if result_expression is not None:
+            self._expressions[tensor] = result_expression
         elif tensor in self._expressions:
             del self._expressions[tensor]  # overwritten with an unknown value
 
-    def _derive_expression(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
-    ) -> DerivedTensorExpression | None:
+    def _build_result_expression(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], writes_first_argument: bool
+    ) -> TorchFunctionResultExpression | None:
         name = getattr(fn, "__name__", "")
         if any(word in name for word in _RANDOM_OPS):
             return None
@@ -168,20 +170,24 @@ class LabelTracer:
         def to_expression(arg: Any) -> Any:
             nonlocal num_known
             if not isinstance(arg, Tensor):
-                return SymbolicTensorSize.from_number(arg, self._tensors) if has_sizes and type(arg) is int else arg
+                return SymbolicTensorSize.from_int(arg, self._tensors) if has_sizes and type(arg) is int else arg
             expression = self.get_expression(arg)
             if expression is not None:
                 num_known += 1
                 return expression
             if arg.numel() > 1 or arg.requires_grad:
-                raise _UnknownArgumentError
+                raise _ArgumentNotFromMicroBatchError
             return arg  # a scalar constant
 
         try:
             args, kwargs = _map_nested((tuple(args), dict(kwargs)), to_expression)
-        except _UnknownArgumentError:
+        except _ArgumentNotFromMicroBatchError:
             return None
-        return DerivedTensorExpression(fn, args, kwargs, is_write=is_write) if num_known else None
+        return (
+            TorchFunctionResultExpression(fn, args, kwargs, writes_first_argument=writes_first_argument)
+            if num_known
+            else None
+        )
 
 
 _RANDOM_OPS = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
@@ -215,11 +221,11 @@ class LabelTransform:
         return (labels.clamp(0, ignore_index) if self.is_clamped else labels).reshape(-1)
 
 
-def find_label_transforms(
+def find_label_transforms_matching_target(
     target: Tensor,
     micro_batch_tensors: Tensors,
     ignore_index: int,
-    is_clamped: bool,
+    are_labels_clamped: bool,
     used_transforms: Collection[LabelTransform],
 ) -> list[LabelTransform]:
     """Find the transformations of micro-batch tensors that result in ``target``, most likely first.
@@ -229,13 +235,13 @@ def find_label_transforms(
     """
     flat = target.reshape(-1)
     used_names = {form.name for form in used_transforms}
-    forms = _iter_candidate_transforms(flat.numel(), micro_batch_tensors, is_clamped)
-    matches = [form for form in forms if _has_equal_values(form(micro_batch_tensors, ignore_index), flat)]
+    forms = _iter_candidate_transforms(flat.numel(), micro_batch_tensors, are_labels_clamped)
+    matches = [form for form in forms if _are_labels_equal(form(micro_batch_tensors, ignore_index), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 
 def _iter_candidate_transforms(
-    num_labels: int, micro_batch_tensors: Tensors, is_clamped: bool
+    num_labels: int, micro_batch_tensors: Tensors, are_labels_clamped: bool
 ) -> Iterator[LabelTransform]:
     for name, tensor in micro_batch_tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
@@ -243,13 +249,13 @@ def _iter_candidate_transforms(
         length = tensor.shape[-1]
         rows = tensor.numel() // length
         if tensor.numel() == num_labels:
-            yield LabelTransform(name, is_clamped=is_clamped)
-            yield LabelTransform(name, offset=1, is_shifted=True, is_clamped=is_clamped)
+            yield LabelTransform(name, is_clamped=are_labels_clamped)
+            yield LabelTransform(name, offset=1, is_shifted=True, is_clamped=are_labels_clamped)
         elif 0 < num_labels < tensor.numel() and num_labels % rows == 0:
-            yield LabelTransform(name, offset=length - num_labels // rows, is_clamped=is_clamped)
+            yield LabelTransform(name, offset=length - num_labels // rows, is_clamped=are_labels_clamped)
 
 
-def _has_equal_values(labels: Tensor, target: Tensor) -> bool:
+def _are_labels_equal(labels: Tensor, target: Tensor) -> bool:
     return labels.shape == target.shape and bool(tolist_or_ones((labels.to(target.device) == target).all()))
 
 

@@ -39,11 +39,11 @@ from shardformer.gradient_accumulation.label_tracing import (
     LabelTransform,
     SymbolicTensorSize,
     evaluate_expression,
-    find_label_transforms,
+    find_label_transforms_matching_target,
 )
 from shardformer.gradient_accumulation.micro_batches import Tensors, iter_named_tensors, rebuild_container
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import has_data, tolist_or_ones
+from shardformer.torch_compat import has_real_data, tolist_or_ones
 
 _CLASS_LOSSES = "cross_entropy nll_loss linear_cross_entropy"
 _ELEMENTWISE_LOSSES = """
@@ -70,7 +70,7 @@ LossCount = Tensor | int
 
 
 @dataclass(frozen=True, eq=False)
-class LossCall:
+class LossFunctionCall:
     """A recorded call of a loss function of ``torch.nn.functional``.
 
     Args:
@@ -90,7 +90,7 @@ class LossCall:
     @classmethod
     def from_call_arguments(
         cls, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> LossCall:
+    ) -> LossFunctionCall:
         bound = _signature(loss_fn).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
@@ -134,7 +134,7 @@ class LossCall:
         """Return the denominator of a mean loss, such as the number of labels that are not ignored."""
         if self.has_class_index_targets or self.has_label_weights:
             assert self.labels_or_weights is not None
-            return self.count_labels(self.labels_or_weights, self.ignore_index)
+            return self.count_labels_or_sum_weights(self.labels_or_weights, self.ignore_index)
         first: Tensor = next(iter(self.bound_arguments.values()))
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
@@ -146,12 +146,12 @@ class LossCall:
             return int(torch.broadcast_shapes(first.shape, self.labels_or_weights.shape).numel())
         return self.labels_or_weights.numel() // self._get_num_classes()  # class probabilities
 
-    def count_labels(self, target_or_weights: Tensor, ignore_index: int | None) -> LossCount:
+    def count_labels_or_sum_weights(self, target_or_weights: Tensor, ignore_index: int | None) -> LossCount:
         """Return the denominator of a mean loss for a different target or weight tensor.
 
         For a tensor without data, this is the number of its elements.
         """
-        if not has_data(target_or_weights):
+        if not has_real_data(target_or_weights):
             return target_or_weights.numel()
         weight: Tensor | None = self.bound_arguments.get("weight")
         if not self.has_class_index_targets:
@@ -167,15 +167,15 @@ class LossCall:
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
-    def has_extra_ignored_class(self) -> bool:
+    def has_ignore_index_as_extra_class(self) -> bool:
         """Whether ``ignore_index`` equals the number of classes, as in question answering models."""
         return self.has_class_index_targets and self.ignore_index == self._get_num_classes()
 
     def find_ignore_index(self, micro_batch_tensors: Tensors, other_micro_batch_tensors: Tensors) -> int | None:
         """Return the ``ignore_index`` for another micro-batch, where it may depend on the sequence length."""
-        if self.ignore_index is None or not self.has_extra_ignored_class:
+        if self.ignore_index is None or not self.has_ignore_index_as_extra_class:
             return self.ignore_index
-        size = SymbolicTensorSize.from_number(self.ignore_index, micro_batch_tensors)
+        size = SymbolicTensorSize.from_int(self.ignore_index, micro_batch_tensors)
         return size.compute_size(other_micro_batch_tensors) if isinstance(size, SymbolicTensorSize) else size
 
     def _get_num_classes(self) -> int:
@@ -203,7 +203,7 @@ Problem = Callable[[], str]
 
 
 @dataclass
-class _LossLabelCounts:
+class _LabelCountsPerMicroBatch:
     """The number of labels that one loss of the model counts in each micro-batch.
 
     For a mean loss, the numbers are predicted. For a summed loss, they are counted in each call.
@@ -227,9 +227,9 @@ class _RecordedLosses:
 class MicroBatchLossScaler:
     """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
 
-    Call ``start_recording(m)`` and ``stop_recording()`` before and after the head in each micro-batch's forward pass.
-    Run the backward pass on the result of ``scale_loss(m, loss)``, and call ``run_deferred_checks()`` before the
-    optimizer step. The loss of a single micro-batch is not scaled.
+    Call ``start_recording_loss_calls(m)`` and ``stop_recording_loss_calls()`` before and after the head in each
+    micro-batch's forward pass. Run the backward pass on the result of ``scale_loss(m, loss)``, and call
+    ``run_deferred_checks()`` before the optimizer step. The loss of a single micro-batch is not scaled.
 
     The host synchronizes with the GPU only in the first forward pass and in ``run_deferred_checks``. On a CPU, all
     checks run at once.
@@ -263,7 +263,7 @@ class MicroBatchLossScaler:
         self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
         self._counts, self._weight = count_labels, 0.0
         self._weight_shares = None if loss_weight is None else self._compute_micro_batch_weights(loss_weight)
-        self._losses: list[_LossLabelCounts] = []
+        self._losses: list[_LabelCountsPerMicroBatch] = []
         self._first: int | None = None
         self._forwards: dict[int, _RecordedLosses] = {}
         self._factors: dict[int, Tensor] = {}  # per micro-batch: factor of each recorded loss in the micro-batch's loss
@@ -273,9 +273,9 @@ class MicroBatchLossScaler:
         self.has_only_class_means = self._weight_shares is None
         """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
-    def start_recording(self, micro_batch_index: int) -> None:
-        """Start recording calls of loss functions in a micro-batch. Call ``stop_recording`` after its forward pass."""
-        self.stop_recording()
+    def start_recording_loss_calls(self, micro_batch_index: int) -> None:
+        """Record calls of loss functions in a micro-batch, until ``stop_recording_loss_calls`` is called."""
+        self.stop_recording_loss_calls()
         if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
         if self._first is None:
@@ -288,7 +288,7 @@ class MicroBatchLossScaler:
         self._recorder = _LossFunctionRecorder(self, micro_batch_index, trace)
         self._recorder.__enter__()
 
-    def stop_recording(self) -> None:
+    def stop_recording_loss_calls(self) -> None:
         """Stop recording the calls of loss functions in the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
@@ -306,14 +306,14 @@ class MicroBatchLossScaler:
             return loss
         failed = True
         try:
-            self._check_recorded_losses(micro_batch_index, loss)
+            self._check_loss_matches_recorded(micro_batch_index, loss)
             failed = False
         finally:
             if micro_batch_index == self._first:  # a rank that fails, or calls fewer losses, informs the others
                 self._sum_over_data_ranks(math.nan if failed else 0.0, has_ended=True)
         return loss.detach() if self._is_evaluation else loss
 
-    def _check_recorded_losses(self, micro_batch_index: int, loss: Tensor) -> None:
+    def _check_loss_matches_recorded(self, micro_batch_index: int, loss: Tensor) -> None:
         forward = self._forwards.pop(micro_batch_index, _RecordedLosses())
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
@@ -331,7 +331,7 @@ class MicroBatchLossScaler:
                 f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}.",
                 "Call the same functions for all samples, or pass loss_weight.",
             )
-        self._check_linear_combination(micro_batch_index, loss, forward)
+        self._check_loss_is_linear_combination(micro_batch_index, loss, forward)
 
     def run_deferred_checks(self) -> None:
         """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
@@ -350,25 +350,29 @@ class MicroBatchLossScaler:
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
-    def factors_hash(self) -> Tensor:
+    def loss_factors_hash(self) -> Tensor:
         """A hash of the weights with which the model adds up its losses. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
-    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossCall) -> Tensor:
+    def record_and_scale_loss(
+        self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossFunctionCall
+    ) -> Tensor:
         """Record a call of a loss function in a micro-batch, and return its share of the full batch's loss."""
         forward = self._forwards[micro_batch_index]
         forward.reductions.append(loss_call.reduction)
         if self._is_full_batch:
             total = float(loss_call.compute_mean_denominator()) if loss_call.is_mean else 0.0
-            self._losses.append(_LossLabelCounts(loss_call.name, loss_call.is_mean, total=total))
+            self._losses.append(_LabelCountsPerMicroBatch(loss_call.name, loss_call.is_mean, total=total))
         if self._is_full_batch or loss_call.reduction == "none":
             return loss_call.compute_loss()
         loss_index = len(forward.parts)
         if micro_batch_index == self._first:
-            self._losses.append(_LossLabelCounts(loss_call.name, loss_call.is_mean))
+            self._losses.append(_LabelCountsPerMicroBatch(loss_call.name, loss_call.is_mean))
             if loss_call.is_mean:
-                self._store_label_counts(self._losses[-1], micro_batch_index, label_tracer, loss_call, loss_index)
+                self._predict_and_store_label_counts(
+                    self._losses[-1], micro_batch_index, label_tracer, loss_call, loss_index
+                )
             else:
                 self.has_only_class_means = False
         elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [
@@ -380,7 +384,7 @@ class MicroBatchLossScaler:
                 "Call the same functions for all samples, or pass loss_weight.",
             )
         elif loss_call.is_mean:
-            self._check_predicted_count(micro_batch_index, loss_index, loss_call)
+            self._check_predicted_label_count(micro_batch_index, loss_index, loss_call)
         part = self._compute_loss_share(self._losses[loss_index], micro_batch_index, loss_call)
         if self._is_evaluation:
             part = part.detach().requires_grad_()
@@ -392,24 +396,26 @@ class MicroBatchLossScaler:
         """Enable gradients during evaluation, to measure how much each recorded loss contributes to the total loss."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[micro_batch_index].parts else nullcontext()
 
-    def _compute_loss_share(self, loss_counts: _LossLabelCounts, micro_batch_index: int, loss_call: LossCall) -> Tensor:
+    def _compute_loss_share(
+        self, label_counts: _LabelCountsPerMicroBatch, micro_batch_index: int, loss_call: LossFunctionCall
+    ) -> Tensor:
         if not loss_call.is_mean:
-            loss_counts.seen[micro_batch_index] = loss_call.compute_mean_denominator()
+            label_counts.seen[micro_batch_index] = loss_call.compute_mean_denominator()
             loss = loss_call.compute_loss()
             return loss * self._num_ranks if self._data_axis is not None else loss
-        n, total = loss_counts.n_m[micro_batch_index], loss_counts.total
+        n, total = label_counts.n_m[micro_batch_index], label_counts.total
         if not total:  # the full batch's loss is NaN, too
             return loss_call.compute_loss()
         if not n:
             return loss_call.compute_loss_with_reduction("sum") * 0.0
         return loss_call.compute_loss() * (n * self._num_ranks / total)
 
-    def _store_label_counts(
+    def _predict_and_store_label_counts(
         self,
-        loss_counts: _LossLabelCounts,
+        label_counts: _LabelCountsPerMicroBatch,
         micro_batch_index: int,
         label_tracer: LabelTracer | None,
-        loss_call: LossCall,
+        loss_call: LossFunctionCall,
         loss_index: int,
     ) -> None:
         """Predict and store the number of labels that a mean loss counts in each micro-batch.
@@ -417,11 +423,11 @@ class MicroBatchLossScaler:
         If the prediction fails, this rank sends NaN to the other data ranks, which would otherwise wait for it.
         """
         try:
-            loss_counts.n_m = self._predict_label_counts(micro_batch_index, label_tracer, loss_call, loss_index)
+            label_counts.n_m = self._predict_label_counts(micro_batch_index, label_tracer, loss_call, loss_index)
         except ShardFormerError:
             self._sum_over_data_ranks(math.nan)
             raise
-        loss_counts.total = self._sum_over_data_ranks(sum(loss_counts.n_m))
+        label_counts.total = self._sum_over_data_ranks(sum(label_counts.n_m))
 
     def _sum_over_data_ranks(self, local_value: float, has_ended: bool = False) -> float:
         """Sum a number of labels over the data ranks. ``has_ended`` means that this rank calls no further loss."""
@@ -431,7 +437,9 @@ class MicroBatchLossScaler:
         summed = all_reduce(
             torch.tensor([local_value, has_ended], dtype=torch.float64, device=device), axis, purpose="loss"
         )
-        total, num_ended = summed.tolist() if has_data(summed) else (local_value * axis.size, has_ended * axis.size)
+        total, num_ended = (
+            summed.tolist() if has_real_data(summed) else (local_value * axis.size, has_ended * axis.size)
+        )
         if math.isnan(total) and not math.isnan(local_value):
             raise InputError(
                 "Another data rank failed to count the labels of its loss.",
@@ -445,8 +453,8 @@ class MicroBatchLossScaler:
             )
         return float(total)
 
-    def _compute_micro_batch_weights(self, loss_weight: LossWeight) -> list[float]:
-        weights = [float(loss_weight(m)) for m in self._micro_batches]
+    def _compute_micro_batch_weights(self, loss_weight_fn: LossWeight) -> list[float]:
+        weights = [float(loss_weight_fn(m)) for m in self._micro_batches]
         total = self._weight = self._sum_over_data_ranks(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
@@ -456,30 +464,36 @@ class MicroBatchLossScaler:
         return [weight * self._num_ranks / total for weight in weights]
 
     def _predict_label_counts(
-        self, first_index: int, label_tracer: LabelTracer | None, loss_call: LossCall, loss_index: int
+        self,
+        first_micro_batch_index: int,
+        label_tracer: LabelTracer | None,
+        loss_call: LossFunctionCall,
+        loss_index: int,
     ) -> list[float]:
         here = loss_call.compute_mean_denominator()
         tensors = [dict(iter_named_tensors(m)) for m in self._micro_batches]
-        n_m = self._predict_counts_from_labels(first_index, label_tracer, loss_call, loss_index, tensors)
+        n_m = self._predict_label_counts_from_labels(
+            first_micro_batch_index, label_tracer, loss_call, loss_index, tensors
+        )
         self.has_only_class_means = self.has_only_class_means and n_m is not None and loss_call.has_class_index_targets
         if n_m is None:
-            n_m = self._predict_counts_from_samples(first_index, loss_call, here)
-        n_m[first_index] = here
+            n_m = self._predict_label_counts_from_num_samples(first_micro_batch_index, loss_call, here)
+        n_m[first_micro_batch_index] = here
         if any(isinstance(n, Tensor) for n in n_m):
             device = next(n.device for n in n_m if isinstance(n, Tensor))
             n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
         return [float(n) for n in n_m]
 
-    def _predict_counts_from_labels(
+    def _predict_label_counts_from_labels(
         self,
-        first_index: int,
+        first_micro_batch_index: int,
         label_tracer: LabelTracer | None,
-        loss_call: LossCall,
+        loss_call: LossFunctionCall,
         loss_index: int,
         micro_batch_tensors: list[dict[Any, Tensor]],
     ) -> list[Any] | None:
         """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
-        basis, here = loss_call.labels_or_weights, micro_batch_tensors[first_index]
+        basis, here = loss_call.labels_or_weights, micro_batch_tensors[first_micro_batch_index]
         if basis is None:
             return None
         n, counts = (
@@ -489,7 +503,7 @@ class MicroBatchLossScaler:
 
         def count_micro_batch_labels(micro_batch_index: int, label_tensor: Tensor) -> LossCount:
             if counts:
-                return loss_call.count_labels(
+                return loss_call.count_labels_or_sum_weights(
                     label_tensor.to(basis.device),
                     loss_call.find_ignore_index(here, micro_batch_tensors[micro_batch_index]),
                 )
@@ -502,13 +516,15 @@ class MicroBatchLossScaler:
                 bases = [evaluate_expression(expression, of_m) for of_m in micro_batch_tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
                 bases = []  # an expression with a fixed length, in a micro-batch of another length
-            if bases and _are_tensors_equal(bases[first_index], basis):
+            if bases and _are_tensors_equal(bases[first_micro_batch_index], basis):
                 return [count_micro_batch_labels(m, there) for m, there in enumerate(bases)]
         if not loss_call.has_class_index_targets:
             return None
         ignore_index = -100 if loss_call.ignore_index is None else loss_call.ignore_index
         used = [form for i, form in self._label_transforms.items() if i < loss_index]
-        forms = find_label_transforms(basis, here, ignore_index, loss_call.has_extra_ignored_class, used)
+        forms = find_label_transforms_matching_target(
+            basis, here, ignore_index, loss_call.has_ignore_index_as_extra_class, used
+        )
         if not forms:
             return None
         form = self._label_transforms[loss_index] if self._label_transforms.get(loss_index) in forms else forms[0]
@@ -519,25 +535,33 @@ class MicroBatchLossScaler:
             for m, i in enumerate(there_m)
         ]
 
-    def _predict_counts_from_samples(self, first_index: int, loss_call: LossCall, first_count: LossCount) -> list[Any]:
+    def _predict_label_counts_from_num_samples(
+        self, first_micro_batch_index: int, loss_call: LossFunctionCall, first_label_count: LossCount
+    ) -> list[Any]:
         """Predict the number of labels of each micro-batch from its number of samples, if no label is ignored."""
-        size = self._sizes[first_index]
+        size = self._sizes[first_micro_batch_index]
         full = (
             loss_call.labels_or_weights.numel()
             if loss_call.has_class_index_targets and loss_call.labels_or_weights is not None
             else None
         )
-        if loss_call.has_label_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
+        if (
+            loss_call.has_label_weights
+            or (full is not None and int(first_label_count) != full)
+            or int(first_label_count) % size
+        ):
             shape = None if loss_call.labels_or_weights is None else tuple(loss_call.labels_or_weights.shape)
             raise make_unsupported_loss_error(
-                f"{loss_call.name} counts {float(first_count):g} labels in micro-batch {first_index}, but the "
-                "micro-batch "
+                f"{loss_call.name} counts {float(first_label_count):g} labels in micro-batch "
+                f"{first_micro_batch_index}, but the micro-batch "
                 f"contains no tensor of shape {shape} with these labels.",
                 "Pass the labels in the batch, or pass loss_weight.",
             )
-        return [int(first_count) // size * other for other in self._sizes]
+        return [int(first_label_count) // size * other for other in self._sizes]
 
-    def _check_predicted_count(self, micro_batch_index: int, loss_index: int, loss_call: LossCall) -> None:
+    def _check_predicted_label_count(
+        self, micro_batch_index: int, loss_index: int, loss_call: LossFunctionCall
+    ) -> None:
         expected, seen = (
             self._losses[loss_index].n_m[micro_batch_index],
             torch.as_tensor(loss_call.compute_mean_denominator()),
@@ -551,7 +575,9 @@ class MicroBatchLossScaler:
             ),
         )
 
-    def _check_linear_combination(self, micro_batch_index: int, loss: Tensor, recorded_losses: _RecordedLosses) -> None:
+    def _check_loss_is_linear_combination(
+        self, micro_batch_index: int, loss: Tensor, recorded_losses: _RecordedLosses
+    ) -> None:
         """Check that the loss of every micro-batch is the same weighted sum of its recorded losses."""
         if loss.requires_grad:
             factors = self._compute_loss_factors(loss, recorded_losses)
@@ -624,7 +650,9 @@ class _LossFunctionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:
-            return self._weights.record_loss(self._index, self._trace, LossCall.from_call_arguments(func, args, kwargs))
+            return self._weights.record_and_scale_loss(
+                self._index, self._trace, LossFunctionCall.from_call_arguments(func, args, kwargs)
+            )
         with self._weights.enable_grad_in_evaluation(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
@@ -654,7 +682,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 """Tolerances of losses in fp32."""
 
 
-class GatherInTrialError(Exception):
+class GatherInLossTrialError(Exception):
     """Raised if a loss function calls ``gather_over_data`` while ``does_loss_compare_samples`` tests it."""
 
 
@@ -675,11 +703,11 @@ def does_loss_compare_samples(
     token = IN_TRIAL.set(True)
     try:
         alone = [
-            float(loss_fn(_select_rows(output, batch_size, i, i + 1), _select_rows(batch, batch_size, i, i + 1)))
+            float(loss_fn(_select_samples(output, batch_size, i, i + 1), _select_samples(batch, batch_size, i, i + 1)))
             for i in (0, 1)
         ]
-        both = float(loss_fn(_select_rows(output, batch_size, 0, 2), _select_rows(batch, batch_size, 0, 2)))
-    except GatherInTrialError:
+        both = float(loss_fn(_select_samples(output, batch_size, 0, 2), _select_samples(batch, batch_size, 0, 2)))
+    except GatherInLossTrialError:
         return num_micro_batches > 1
     except Exception:  # the test is inconclusive
         return False
@@ -696,12 +724,12 @@ def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: f
     return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 
 
-def _select_rows(nested: Any, batch_size: int, start: int, end: int) -> Any:
+def _select_samples(nested: Any, batch_size: int, start: int, end: int) -> Any:
     if isinstance(nested, Tensor):
         return nested[start:end].clone() if nested.dim() and nested.shape[0] == batch_size else nested
     if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
         fields = {
-            f.name: _select_rows(getattr(nested, f.name), batch_size, start, end)
+            f.name: _select_samples(getattr(nested, f.name), batch_size, start, end)
             for f in dataclasses.fields(nested)
             if f.init
         }
@@ -709,8 +737,8 @@ def _select_rows(nested: Any, batch_size: int, start: int, end: int) -> Any:
         return kind(**fields)
     if isinstance(nested, Mapping):
         return rebuild_container(
-            nested, {name: _select_rows(each, batch_size, start, end) for name, each in nested.items()}
+            nested, {name: _select_samples(each, batch_size, start, end) for name, each in nested.items()}
         )
     if isinstance(nested, (list, tuple)):
-        return rebuild_container(nested, [_select_rows(each, batch_size, start, end) for each in nested])
+        return rebuild_container(nested, [_select_samples(each, batch_size, start, end) for each in nested])
     return nested

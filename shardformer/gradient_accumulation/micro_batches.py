@@ -50,10 +50,10 @@ def get_special_token_ids(config: Any) -> dict[str, int]:
 def find_patch_input_names(batch: Mapping[Any, Any]) -> set[str]:
     """Return the names of inputs with one row per image patch, and of the grids that describe these patches."""
     names = set()
-    for grid, patch_counts in _iter_patch_grids(batch):
+    for grid, patch_counts in _iter_grid_names_and_patch_counts(batch):
         flat = [
             name
-            for name in _get_input_names_of_length(batch, sum(patch_counts))
+            for name in _find_input_names_with_num_rows(batch, sum(patch_counts))
             if name not in (grid, MEDIA_TOKEN_FIELDS)
         ]
         names |= {grid, *flat} if flat else set()
@@ -66,7 +66,10 @@ def find_sample_row_ends(batch: Mapping[Any, Any], num_samples: int, media_token
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, patch_counts in [*_iter_patch_grids(batch), *_iter_row_count_inputs(batch, num_samples)]:
+    for grid, patch_counts in [
+        *_iter_grid_names_and_patch_counts(batch),
+        *_iter_inputs_with_row_counts(batch, num_samples),
+    ]:
         names = _find_per_patch_input_names(batch, grid, sum(patch_counts), num_samples)
         if not names:
             continue
@@ -81,14 +84,14 @@ def find_sample_row_ends(batch: Mapping[Any, Any], num_samples: int, media_token
     return ends
 
 
-def _iter_patch_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
+def _iter_grid_names_and_patch_counts(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield the name of each grid input, such as ``image_grid_thw``, and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer_tensor(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, tolist_or_ones(x.prod(-1))
 
 
-def _iter_row_count_inputs(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
+def _iter_inputs_with_row_counts(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
     """Yield the name and values of inputs that list how many rows each sample has in another input."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
@@ -100,8 +103,8 @@ def _is_integer_tensor(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
-def _get_input_names_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
-    return [name for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == length]
+def _find_input_names_with_num_rows(batch: Mapping[Any, Any], num_rows: int) -> list[str]:
+    return [name for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == num_rows]
 
 
 def _has_same_modality(input_name: str, grid_name: str) -> bool:
@@ -112,7 +115,7 @@ def _find_per_patch_input_names(
     batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int
 ) -> list[str]:
     """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
-    names = [name for name in _get_input_names_of_length(batch, num_patches) if name != grid_name]
+    names = [name for name in _find_input_names_with_num_rows(batch, num_patches) if name != grid_name]
     names = [name for name in names if _has_same_modality(name, grid_name)] or names
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
         return []  # one row per sample
@@ -360,17 +363,17 @@ class _BatchSplitter:
         """Split each input of a batch, and return a dict from the name of each input to the list of its slices."""
         rows = find_sample_row_ends(batch, self.sample_ends[-1], self.media_token_ids)
         return {
-            name: self._split_along_batch(value, [rows[name][end] for end in self.sample_ends])
+            name: self._split_at_boundaries(value, [rows[name][end] for end in self.sample_ends])
             if name in rows
-            else self._split_value(value, f"{path_prefix}{name}")
+            else self._split_input(value, f"{path_prefix}{name}")
             for name, value in batch.items()
         }
 
-    def _split_value(self, batch_input: Any, input_path: str) -> list[Any]:
+    def _split_input(self, batch_input: Any, input_path: str) -> list[Any]:
         if isinstance(batch_input, Tensor):
             return self._split_tensor(batch_input, input_path)
         if has_entry_per_sample(batch_input, self.sample_ends[-1]):
-            return self._split_along_batch(batch_input, self.sample_ends)
+            return self._split_at_boundaries(batch_input, self.sample_ends)
         if isinstance(batch_input, Mapping) and any(True for _ in iter_named_tensors(batch_input)):
             inner = self.split_mapping(batch_input, f"{input_path}.")
             return [
@@ -378,7 +381,7 @@ class _BatchSplitter:
                 for i in self._micro_batch_indices
             ]
         if isinstance(batch_input, list | tuple) and any(True for _ in iter_named_tensors(batch_input)):
-            columns = [self._split_value(inner, f"{input_path}[{i}]") for i, inner in enumerate(batch_input)]
+            columns = [self._split_input(inner, f"{input_path}[{i}]") for i, inner in enumerate(batch_input)]
             return [
                 rebuild_container(batch_input, [column[i] for column in columns]) for i in self._micro_batch_indices
             ]
@@ -403,7 +406,7 @@ class _BatchSplitter:
                 f"two dimensions have the batch size {samples}."
             )
         if tensor.dim() > 0 and tensor.shape[0] == samples:
-            return self._split_along_batch(tensor, self.sample_ends)
+            return self._split_at_boundaries(tensor, self.sample_ends)
         if is_stack:
             return [tensor[:, start:end] for start, end in pairwise(self.sample_ends)]
         if tensor.dim() == 0 or tensor.shape[0] == 1:
@@ -414,7 +417,7 @@ class _BatchSplitter:
         )
 
     @staticmethod
-    def _split_along_batch(batch_input: Any, boundaries: Ends) -> list[Any]:
+    def _split_at_boundaries(batch_input: Any, boundaries: Ends) -> list[Any]:
         return [batch_input[start:end] for start, end in pairwise(boundaries)]
 
 
@@ -454,7 +457,7 @@ def merge_micro_batch_outputs(outputs: Sequence[Any], micro_batch_sizes: Sequenc
     if any(type(part) is not type(first) for part in outputs):
         return None
     if isinstance(first, Tensor):
-        return _merge_tensors(outputs, micro_batch_sizes)
+        return _merge_output_tensors(outputs, micro_batch_sizes)
     if dataclasses.is_dataclass(first):
         names = [f.name for f in dataclasses.fields(first) if f.init]
         kind: Any = type(first)
@@ -487,7 +490,7 @@ def _is_equal(left: Any, right: Any) -> bool:
         return False
 
 
-def _merge_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence[int]) -> Tensor | None:
+def _merge_output_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence[int]) -> Tensor | None:
     first = tensors[0]
     if any(part.dim() == 0 for part in tensors):
         return None

@@ -4,7 +4,7 @@ AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-r
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
 
 If an optimizer needs full matrices, one rank owns each matrix and receives slices from the other ranks
-(``OwnerRankTransfer``).
+(``ParamOwnerCommunicator``).
 Example: tensor=2, data=2, and a matrix of N elements on rank 3. Each of the other three ranks sends N/2 elements and
 receives N/2. A reduce-scatter followed by an all-gather of the full matrix would send N in each direction.
 """
@@ -30,7 +30,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.torch_compat import tolist_or_ones
 
 
-class OwnerRankTransfer:
+class ParamOwnerCommunicator:
     """Sends gradients to the ranks that own the parameters, and sends the updated parameters back.
 
     Args:
@@ -54,12 +54,12 @@ class OwnerRankTransfer:
             bucket_ranges: Range of each gradient among the elements of all ranks.
             grad_flags: One number for each gradient. Their sums follow the shard of every owner.
         """
-        packed = [self._pack_slice(gradient, grad_flags) for gradient in self._gradients]
+        packed = [self._pack_local_grad_slice(gradient, grad_flags) for gradient in self._gradients]
         outgoing = [
-            torch.cat([*(packed[n] for n in self._get_owned_indices(r, shard_numel, bucket_ranges)), grad_flags])
+            torch.cat([*(packed[n] for n in self._get_owned_param_indices(r, shard_numel, bucket_ranges)), grad_flags])
             for r in self._ranks
         ]
-        owned = self._get_owned_indices(self._axis.rank, shard_numel, bucket_ranges)
+        owned = self._get_owned_param_indices(self._axis.rank, shard_numel, bucket_ranges)
         arriving = [sum(self._get_slice_numels(r, owned)) + len(grad_flags) for r in self._ranks]
 
         def add_received_slices(received_buffer: Tensor) -> Tensor:
@@ -88,14 +88,17 @@ class OwnerRankTransfer:
         Writes only the elements that this rank stores into ``full_params``.
         """
         shard_numel, here = len(param_shard), self._axis.rank
-        owned = self._get_owned_indices(here, shard_numel, bucket_ranges)
+        owned = self._get_owned_param_indices(here, shard_numel, bucket_ranges)
         outgoing = [
             torch.cat(
-                [param_shard[:0], *(self._get_rank_slice(param_shard, n, r, shard_numel, bucket_ranges) for n in owned)]
+                [
+                    param_shard[:0],
+                    *(self._get_param_slice(param_shard, n, r, shard_numel, bucket_ranges) for n in owned),
+                ]
             )
             for r in self._ranks
         ]
-        owned_by_rank = [self._get_owned_indices(r, shard_numel, bucket_ranges) for r in self._ranks]
+        owned_by_rank = [self._get_owned_param_indices(r, shard_numel, bucket_ranges) for r in self._ranks]
         arriving = [sum(self._get_slice_numels(here, numbers)) for numbers in owned_by_rank]
 
         def copy_received_slices(received_buffer: Tensor) -> Tensor:
@@ -110,22 +113,22 @@ class OwnerRankTransfer:
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(copy_received_slices)
 
-    def _get_owned_indices(self, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]) -> list[int]:
+    def _get_owned_param_indices(self, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]) -> list[int]:
         return [n for n, place in enumerate(bucket_ranges) if shard_numel and place.start // shard_numel == rank]
 
-    def _get_slice_numels(self, rank: int, slot_indices: Sequence[int]) -> list[int]:
-        return [prod(self._gradients[n].entry.spec.get_local_shape(self._coords_by_rank[rank])) for n in slot_indices]
+    def _get_slice_numels(self, rank: int, param_indices: Sequence[int]) -> list[int]:
+        return [prod(self._gradients[n].entry.spec.get_local_shape(self._coords_by_rank[rank])) for n in param_indices]
 
-    def _pack_slice(self, grad_slot: GradientSlot, like: Tensor) -> Tensor:
+    def _pack_local_grad_slice(self, grad_slot: GradientSlot, like: Tensor) -> Tensor:
         grad = grad_slot.param.grad
         if grad is None:
             return like.new_zeros(grad_slot.param.numel())
         return torch.div(grad.reshape(-1), grad_slot.divisor).to(like.dtype)
 
-    def _get_rank_slice(
-        self, param_shard: Tensor, slot_index: int, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]
+    def _get_param_slice(
+        self, param_shard: Tensor, param_index: int, rank: int, shard_numel: int, bucket_ranges: Sequence[slice]
     ) -> Tensor:
-        begin, gradient = bucket_ranges[slot_index].start - self._axis.rank * shard_numel, self._gradients[slot_index]
+        begin, gradient = bucket_ranges[param_index].start - self._axis.rank * shard_numel, self._gradients[param_index]
         full = param_shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
         return gradient.entry.spec.slice_full_tensor(full, self._coords_by_rank[rank]).reshape(-1)
 
@@ -157,13 +160,13 @@ class GradientSlot:
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
-        self._set_num_copies(not self.entry.spec.is_partition)
+        self._set_num_copies(not self.entry.spec.stores_each_element_once)
 
     def _set_num_copies(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
         summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
-        self.copies = spec.count_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
+        self.copies = spec.count_copies_per_element() * (self.axis.size // (prod(summed) if is_shared else 1))
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def assign_to_owner_rank(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
@@ -188,7 +191,7 @@ class GradientSlot:
         return self.entry.param
 
     @property
-    def is_unreduced(self) -> bool:
+    def has_unreduced_grad(self) -> bool:
         """Whether this rank has a gradient of the parameter that has not been reduced over ranks yet."""
         return self.has_changed and self.param.grad is not None
 
@@ -250,18 +253,18 @@ class GradientBucket:
         return self.work is None or self.work.is_completed()
 
     @property
-    def owner_rank_transfer(self) -> OwnerRankTransfer | None:
+    def param_owner_communicator(self) -> ParamOwnerCommunicator | None:
         """The object that sends gradients to owner ranks, or None if the bucket uses a reduce-scatter instead."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.is_direct_exchange_faster(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
             return None
-        return OwnerRankTransfer(self.gradients, first.shard_coords)
+        return ParamOwnerCommunicator(self.gradients, first.shard_coords)
 
     @property
     def grad_presence_flags(self) -> list[float]:
         """A number for each parameter: 1 for a new dense gradient on this rank, -1 for a sparse one, 0 for none."""
-        return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
+        return [(-1.0 if g.is_sparse else 1.0) if g.has_unreduced_grad else 0.0 for g in self.gradients]
 
     def get_extra_values(self) -> list[float]:
         """Return additional numbers to sum over ranks in the same collective as the gradients.
@@ -280,15 +283,15 @@ class GradientBucket:
         """
         count, summed_values = len(self.gradients), summed_values.real if summed_values.is_complex() else summed_values
         if self.watch is not None and len(summed_values) > count:
-            self.watch.check_reduced_hash_bits(summed_values[count:], self.axis)
+            self.watch.check_all_reduced_hash_signs(summed_values[count:], self.axis)
         return summed_values[:count]
 
-    def get_packed_ranges(self) -> tuple[int, list[slice]]:
+    def get_numel_and_packed_ranges(self) -> tuple[int, list[slice]]:
         """Return the size of the bucket and the range of each gradient, without padding between gradients."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
-    def get_shard_ranges(self, num_ranks: int = 1) -> tuple[int, list[slice]]:
+    def get_shard_numel_and_ranges(self, num_ranks: int = 1) -> tuple[int, list[slice]]:
         """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
@@ -372,7 +375,9 @@ class AllReduceToGrad:
         return copies / grad_slot.divisor
 
     def start_reduction(self, bucket: GradientBucket) -> None:
-        bucket.start_all_reduce(*bucket.get_packed_ranges(), [gradient.copies for gradient in bucket.gradients])
+        bucket.start_all_reduce(
+            *bucket.get_numel_and_packed_ranges(), [gradient.copies for gradient in bucket.gradients]
+        )
 
     def finish_reduction(self, bucket: GradientBucket) -> None:
         """Wait for the all-reduce, and write the summed gradients into ``.grad``."""
@@ -380,7 +385,7 @@ class AllReduceToGrad:
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = bucket.get_packed_ranges()
+        total, places = bucket.get_numel_and_packed_ranges()
         counts = bucket.check_extra_values(flat[total:])
         # counts are not needed if this rank has all gradients, and reading them would synchronize with the GPU
         had = None if all(n > 0 for n in bucket.grad_presence_flags) else tolist_or_ones(counts)
@@ -393,7 +398,7 @@ class AllReduceToGrad:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-            elif gradient.is_unreduced:
+            elif gradient.has_unreduced_grad:
                 raise InputError(
                     f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others.",
                     remedy="Use the parameter in the same way on all ranks, or remove sparse=True from its module.",
@@ -422,7 +427,7 @@ class ReduceScatterToShards:
 
     ``.grad`` is set to None. All shards have the same size, and the last shard is padded with zeros.
     Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. See
-    ``OwnerRankTransfer`` for slices of owner ranks.
+    ``ParamOwnerCommunicator`` for slices of owner ranks.
 
     Args:
         receive_fn: Called with (bucket, this rank's shard, number of ranks that have each gradient).
@@ -459,8 +464,8 @@ class ReduceScatterToShards:
 
     def _start_collective(self, bucket: GradientBucket) -> None:
         ranks, tail = bucket.axis.size, bucket.get_extra_values()
-        each, places = bucket.get_shard_ranges(ranks)
-        if (slices := bucket.owner_rank_transfer) is not None:
+        each, places = bucket.get_shard_numel_and_ranges(ranks)
+        if (slices := bucket.param_owner_communicator) is not None:
             bucket.work = slices.start_grad_reduce_to_owners(
                 each, places, bucket.allocate_buffer(len(tail)).copy_(torch.tensor(tail))
             )
@@ -471,15 +476,15 @@ class ReduceScatterToShards:
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
         for gap in _iter_padding_ranges(places, ranks * each):
-            for rank, at, _ in _split_range_at_rows(gap, each):
+            for rank, at, _ in _split_flat_range_by_row(gap, each):
                 rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
-            _write_to_bucket_rows(gradient, place, rows[:, :each])
+            _write_grad_to_bucket_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
         bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish_reduction(self, bucket: GradientBucket) -> None:
-        shard, each = bucket.work.wait(), bucket.get_shard_ranges(bucket.axis.size)[0]
+        shard, each = bucket.work.wait(), bucket.get_shard_numel_and_ranges(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
 
 
@@ -491,12 +496,12 @@ class AllReduceToShards(ReduceScatterToShards):
 
     def _start_collective(self, bucket: GradientBucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
-        bucket.start_all_reduce(*bucket.get_shard_ranges(), divisors, clear_grads=True)
+        bucket.start_all_reduce(*bucket.get_shard_numel_and_ranges(), divisors, clear_grads=True)
 
     def finish_reduction(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
         flat = bucket.flat if bucket.work is None else bucket.work.wait()
-        total = bucket.get_shard_ranges()[0]
+        total = bucket.get_shard_numel_and_ranges()[0]
         self._receive(bucket, flat[:total], bucket.check_extra_values(flat[total:]))
 
 
@@ -507,16 +512,16 @@ def _round_up_to_alignment(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
-def _iter_padding_ranges(bucket_ranges: Sequence[slice], numel: int) -> Iterator[slice]:
+def _iter_padding_ranges(bucket_ranges: Sequence[slice], bucket_numel: int) -> Iterator[slice]:
     """Yield the ranges of a bucket that are padding, because they belong to no gradient."""
     end = 0
-    for place in [*sorted(bucket_ranges, key=lambda place: place.start), slice(numel, numel)]:
+    for place in [*sorted(bucket_ranges, key=lambda place: place.start), slice(bucket_numel, bucket_numel)]:
         if place.start > end:
             yield slice(end, place.start)
         end = max(end, place.stop)
 
 
-def _split_range_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
+def _split_flat_range_by_row(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
     """Split a range of a flat tensor at row boundaries, for rows of ``row_numel`` elements.
 
     Yields (row, range in the row, range in ``flat_range``) for each row that the range overlaps.
@@ -527,9 +532,9 @@ def _split_range_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[in
         yield row, in_row, slice(low - flat_range.start, high - flat_range.start)
 
 
-def _write_to_bucket_rows(grad_slot: GradientSlot, flat_range: slice, bucket_rows: Tensor) -> None:
+def _write_grad_to_bucket_rows(grad_slot: GradientSlot, flat_range: slice, bucket_rows: Tensor) -> None:
     """Divide a gradient by its divisor, and write it into a bucket whose rows are not contiguous in memory."""
-    grad, parts = grad_slot.param.grad, list(_split_range_at_rows(flat_range, bucket_rows.shape[1]))
+    grad, parts = grad_slot.param.grad, list(_split_flat_range_by_row(flat_range, bucket_rows.shape[1]))
     if len(parts) == 1:
         grad_slot.write_to_bucket(bucket_rows[parts[0][:2]], grad_slot.divisor)
         return
@@ -544,9 +549,9 @@ def _write_to_bucket_rows(grad_slot: GradientSlot, flat_range: slice, bucket_row
 
 
 def assign_gradient_owners(
-    grad_slots: Sequence[GradientSlot], param_ids: Collection[int], context: ParallelContext
+    grad_slots: Sequence[GradientSlot], full_matrix_param_ids: Collection[int], context: ParallelContext
 ) -> None:
-    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``param_ids``.
+    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``full_matrix_param_ids``.
 
     All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
     coordinates, and creates process groups.
@@ -554,8 +559,8 @@ def assign_gradient_owners(
     Raises:
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
-    chosen = [gradient for gradient in grad_slots if id(gradient.param) in param_ids]
-    axes_of_sharded = {id(g): _get_gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
+    chosen = [gradient for gradient in grad_slots if id(gradient.param) in full_matrix_param_ids]
+    axes_of_sharded = {id(g): _get_grad_axis_names(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(axes_of_sharded.values())
     for axis in context.base_axes:
         wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
@@ -575,6 +580,6 @@ def assign_gradient_owners(
             gradient.assign_to_owner_rank(axes[names], coords_by_rank[names])
 
 
-def _get_gradient_axes(grad_slot: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
+def _get_grad_axis_names(grad_slot: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
     names = {*grad_slot.entry.reduction.sum_over, *grad_slot.entry.spec.axes}
     return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

@@ -27,7 +27,7 @@ from shardformer.layout.sharding_metadata import (
     get_or_build_metadata,
     group_params_by_metadata,
 )
-from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated_function
+from shardformer.torch_patches import Apply, LibraryPatch, Undo, replace_decorated_function
 
 
 def clip_grad_norm_(
@@ -132,7 +132,7 @@ def _compute_local_norm_term(
     others = [coords[name] for name in axis_names if name not in reduction.norm_over]
     if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
         return None
-    num_copies = entry.spec.count_copies(coords)
+    num_copies = entry.spec.count_copies_per_element(coords)
     if grad.is_sparse:
         grad = grad.to_dense() if isinstance(num_copies, Tensor) else grad.coalesce().values()
     magnitude = grad.detach().abs()
@@ -192,7 +192,7 @@ def _wrap_get_total_norm(original_fn: Callable[..., Tensor]) -> Callable[..., Te
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         params = _CLIPPED.get() or ()
         _reject_zero_optimizer_params(params, grads)
-        found = _group_params_by_model(params) if params else _group_grads_by_model(grads)
+        found = _group_params_with_grads_by_model(params) if params else _group_grads_by_model(grads)
         if not found:
             return original_fn(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}  # norm_of replaces .grad
@@ -232,7 +232,7 @@ def _reject_zero_optimizer_params(params: Sequence[Tensor], grads: Sequence[Tens
                 )
 
 
-def _group_params_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def _group_params_with_grads_by_model(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Group the parameters that have gradients by the sharded model to which they belong."""
     found = {}
     for state, entries in group_params_by_metadata(params).items():
@@ -283,13 +283,13 @@ def _find_model_without_local_grads() -> dict[ShardingMetadata, list[ParamEntry]
     return {state: [] for state in states}
 
 
-CLIPPING_PATCHES: Mapping[Patch, Apply] = {
-    Patch(
+CLIPPING_PATCHES: Mapping[LibraryPatch, Apply] = {
+    LibraryPatch(
         "torch.nn.utils.get_total_norm",
         "shardformer.gradients.clipping",
         "counts each element of sharded gradients once, over all ranks",
     ): _apply_get_total_norm_patch,
-    Patch(
+    LibraryPatch(
         "torch.nn.utils.clip_grad_norm_",
         "shardformer.gradients.clipping",
         "clips by the global norm of a sharded model, including gradients that ZeRO keeps",

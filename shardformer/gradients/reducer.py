@@ -19,11 +19,11 @@ from shardformer.gradients.buckets import (
     GradientSlot,
     ReduceScatterToShards,
 )
-from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, get_metadata
+from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, get_sharding_metadata
 from shardformer.torch_compat import at_end_of_backward
 
 
-class PausableReducer:
+class PausableGradientReducer:
     """Base class of gradient reducers that can accumulate gradients over several backward passes."""
 
     is_paused = was_paused = False
@@ -77,7 +77,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
     """
-    with get_metadata(model).no_sync():
+    with get_sharding_metadata(model).no_sync():
         yield
 
 
@@ -87,7 +87,7 @@ MAX_REDUCTIONS_IN_FLIGHT = 4
 """Maximum number of buckets that are being reduced at the same time. Each needs a second buffer."""
 
 
-class GradientReducer(PausableReducer):
+class GradientReducer(PausableGradientReducer):
     """Reduces gradients over ranks in buckets while the backward pass is still computing other gradients.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters. A full bucket is reduced
@@ -145,7 +145,7 @@ class GradientReducer(PausableReducer):
             self._buckets[-1].watch = self._watch  # the last bucket to be reduced
 
     def switch_to_sharded_reduction(
-        self, reduction: ReduceScatterToShards, dtype: torch.dtype | None, bucket_bytes: int, overlap: bool
+        self, reduction: ReduceScatterToShards, reduce_dtype: torch.dtype | None, bucket_bytes: int, overlap: bool
     ) -> Sequence[GradientBucket]:
         """Make each rank receive one shard of the reduced gradients, instead of all gradients.
 
@@ -161,7 +161,7 @@ class GradientReducer(PausableReducer):
         self.prepare_for_backward()
         self._end, self._has_fixed_buckets = reduction, True
         for bucket in self._buckets:
-            bucket.dtype = dtype
+            bucket.dtype = reduce_dtype
         return self._buckets
 
     def remove_grad_hooks(self) -> None:
@@ -177,7 +177,7 @@ class GradientReducer(PausableReducer):
         All ranks must call this method, including ranks without gradients. ``finish_reduction`` waits for the result.
         """
         while self._num_started < len(self._buckets):
-            self._start_next_bucket()
+            self._start_reducing_next_bucket()
 
     def finish_reduction(self) -> None:
         """Wait until all buckets are reduced, and store the reduced gradients."""
@@ -190,7 +190,7 @@ class GradientReducer(PausableReducer):
         self.passes += 1
         self._end.on_backward_end()
 
-    def _start_next_bucket(self) -> None:
+    def _start_reducing_next_bucket(self) -> None:
         bucket = self._buckets[self._num_started]
         bucket.is_sent = True
         self._end.start_reduction(bucket)
@@ -223,7 +223,7 @@ class GradientReducer(PausableReducer):
         if not self.is_paused and self._overlaps:
             # earlier buckets only: other hooks of this parameter may still change its gradient
             while self._num_started < len(self._buckets) and self._buckets[self._num_started].num_pending == 0:
-                self._start_next_bucket()
+                self._start_reducing_next_bucket()
         grad_slot.has_changed = True
         if grad_slot.is_sparse and not self._end.supports_sparse:
             grad_slot.param.grad = grad_slot.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse

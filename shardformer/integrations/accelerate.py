@@ -43,12 +43,12 @@ from shardformer.errors import ConfigError, check_choice, check_minimum_library_
 from shardformer.filesystem import release_folder_lock
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_metadata
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_local_metadata, get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.policies.policy import Policy
-from shardformer.torch_compat import is_compiled_wrapper
-from shardformer.torch_patches import Patch, install_patch, replace_attribute
+from shardformer.torch_compat import is_torch_compile_wrapper
+from shardformer.torch_patches import LibraryPatch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data
 from shardformer.weights.state_dict import full_state_dict
@@ -273,8 +273,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
                 )
             return zero
-        if get_metadata(sharded).context.sizes != self.context.sizes:
-            layout = get_metadata(sharded).context
+        if get_sharding_metadata(sharded).context.sizes != self.context.sizes:
+            layout = get_sharding_metadata(sharded).context
             raise ConfigError(
                 f"The model is sharded over {layout}, but the Accelerator uses {self.context}.",
                 remedy="Pass the context of the model: Accelerator(context=context).",
@@ -292,14 +292,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sharded = unwrap_sharded_model(model)
         if sharded is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        _patch_transformers_reduce()
+        _patch_reduce_in_transformers_modules()
         state, plugin = self.state, self.state.dynamo_plugin
         state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         try:
             prepared = super().prepare_model(model, False, True)
         finally:
             state.dynamo_plugin = plugin
-        if plugin.backend != DynamoBackend.NO and not plugin.disable and not is_compiled_wrapper(model):
+        if plugin.backend != DynamoBackend.NO and not plugin.disable and not is_torch_compile_wrapper(model):
             options = {name: value for name, value in plugin.to_kwargs().items() if name not in ("disable", "backend")}
             sharded.compile(backend=plugin.backend.value.lower(), **options)
         return prepared
@@ -337,7 +337,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass, after scaling the loss if a ZeRO optimizer trains in fp16."""
-        owners = [get_metadata(model).gradient_owner for model in self.sharded_models]
+        owners = [get_sharding_metadata(model).gradient_owner for model in self.sharded_models]
         with ExitStack() as stack:
             for scale in [stack.enter_context(owner.scale_loss()) for owner in owners if owner is not None]:
                 loss = loss if scale == 1 else loss.float() * scale
@@ -446,7 +446,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
             input_dir = os.path.join(checkpoints, max(folders, key=lambda name: int(name.rpartition("_")[2])))
         with self._hide_sharded_models() as models:
-            num_saved, is_plain = _count_saved_models(input_dir)
+            num_saved, is_plain = _count_models_and_detect_accelerate_save(input_dir)
             if input_dir is not None and num_saved != len(models):
                 raise ConfigError(
                     f"{input_dir} contains {num_saved} models, but prepare received {len(models)} sharded models.",
@@ -498,7 +498,7 @@ _CURRENT = threading.local()
 _REDUCE = accelerate.utils.reduce
 
 
-def _patch_transformers_reduce() -> None:
+def _patch_reduce_in_transformers_modules() -> None:
     """Replace accelerate's ``reduce`` in every module of transformers that has imported it.
 
     Detection losses divide by the mean number of targets, such as boxes or masks. transformers computes this mean over
@@ -506,7 +506,9 @@ def _patch_transformers_reduce() -> None:
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
-            patch = Patch(f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks")
+            patch = LibraryPatch(
+                f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks"
+            )
             install_patch(patch, partial(replace_attribute, module, "reduce", _reduce_over_data_parallel_ranks))
 
 
@@ -522,7 +524,7 @@ def _get_model_checkpoint_folder(checkpoint_folder: str | os.PathLike[str], mode
     return os.path.join(checkpoint_folder, f"{CHECKPOINT_FOLDER}_{model_index}")
 
 
-def _count_saved_models(checkpoint_folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
+def _count_models_and_detect_accelerate_save(checkpoint_folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
     """Return the number of models in a checkpoint, and whether accelerate's own ``Accelerator`` saved it."""
     names = os.listdir(checkpoint_folder) if checkpoint_folder is not None and os.path.isdir(checkpoint_folder) else []
     sharded = sum(name.startswith(f"{CHECKPOINT_FOLDER}_") for name in names)

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import all_gather, all_reduce
 from shardformer.comm.sharded_tensor import to_full_tensors
-from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, LossCall
+from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, LossFunctionCall
 from shardformer.mesh.parallel_context import Axis
 
 
-class GlobalLossAverager:
+class GlobalBatchLossAverager:
     """Averages the losses of the data-parallel ranks so that the result is the loss of the global batch.
 
     Args:
@@ -45,7 +45,7 @@ class GlobalLossAverager:
         return self._samples == 0
 
     @contextmanager
-    def set_num_samples(self, num_samples: int | None) -> Iterator[None]:
+    def set_num_local_samples(self, num_samples: int | None) -> Iterator[None]:
         """Set this rank's number of samples to ``num_samples`` in this context. None: all ranks have equally many."""
         self._samples, self._is_weighted = num_samples, False
         try:
@@ -89,7 +89,7 @@ class GlobalLossAverager:
                 stacklevel=2,
             )
 
-    def warn_if_contrastive_loss(self, loss_call: LossCall) -> None:
+    def warn_if_contrastive_loss(self, loss_call: LossFunctionCall) -> None:
         """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
         logits, size = next(iter(loss_call.bound_arguments.values())), self.batch_size
         if self._has_warned_of_samples or not loss_call.has_class_index_targets or tuple(logits.shape) != (size, size):
@@ -124,14 +124,17 @@ class GlobalLossAverager:
 class WeightedLossMode(TorchFunctionMode):
     """A torch function mode that weights each mean loss by the number of labels that this rank has."""
 
-    def __init__(self, loss_averager: GlobalLossAverager) -> None:
+    def __init__(self, loss_averager: GlobalBatchLossAverager) -> None:
         super().__init__()
         self._mean = loss_averager
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._mean.detect_num_items_argument((*args, *kwargs.values()))
-        if func not in RECORDED_LOSSES or not (call := LossCall.from_call_arguments(func, args, kwargs)).is_mean:
+        if (
+            func not in RECORDED_LOSSES
+            or not (call := LossFunctionCall.from_call_arguments(func, args, kwargs)).is_mean
+        ):
             return func(*args, **kwargs)
         self._mean.warn_if_contrastive_loss(call)
         return self._mean.scale_to_global_mean(call.compute_loss(), float(call.compute_mean_denominator()))
@@ -140,7 +143,7 @@ class WeightedLossMode(TorchFunctionMode):
 class DataParallelLabelSmoother:
     """A wrapper around Trainer's label smoother that weights the loss by the number of labels on this rank."""
 
-    def __init__(self, label_smoother: Any, loss_averager: GlobalLossAverager) -> None:
+    def __init__(self, label_smoother: Any, loss_averager: GlobalBatchLossAverager) -> None:
         self._smoother, self._mean = label_smoother, loss_averager
 
     def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:

@@ -36,7 +36,7 @@ from shardformer.filesystem import release_folder_lock
 from shardformer.gradient_accumulation.label_tracing import LabelTransform
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_metadata
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import preserve_cpu_rng_states
@@ -122,7 +122,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         context = self._context
         self.accelerator.setup(trainer)
         run_and_compare_across_ranks(
-            context, partial(self._check_trainer_options, trainer), action="train with Lightning"
+            context, partial(self._check_trainer_options, trainer), action_description="train with Lightning"
         )
         self.model = self.precision_plugin.convert_module(self.model)
         is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
@@ -233,7 +233,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
-        table, sizes = get_metadata(self.sharded_model), self._context.sizes
+        table, sizes = get_sharding_metadata(self.sharded_model), self._context.sizes
         if table.context.sizes != sizes:
             raise ConfigError(
                 f"The model is sharded over {table.context}, but the strategy uses {self._context}.",
@@ -296,11 +296,11 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             return super().training_step(*args, **kwargs)
         batch = {"args": args, "kwargs": kwargs}
         weights = MicroBatchLossScaler([batch], [1], None, self._label_transforms, (data, self.root_device))
-        weights.start_recording(0)
+        weights.start_recording_loss_calls(0)
         try:
             output = super().training_step(*args, **kwargs)
         finally:
-            weights.stop_recording()
+            weights.stop_recording_loss_calls()
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError(
@@ -314,7 +314,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass, after scaling the loss if ``ParallelConfig(precision="fp16")`` is set."""
-        owner = get_metadata(self.sharded_model).gradient_owner
+        owner = get_sharding_metadata(self.sharded_model).gradient_owner
         with nullcontext(1) if owner is None else owner.scale_loss() as scale:
             loss = closure_loss if scale == 1 else closure_loss.float() * scale
             result: Tensor = super().backward(loss, *args, **kwargs)

@@ -23,7 +23,7 @@ from shardformer.integrations.peft_models import add_and_shard_adapters, patch_p
 from shardformer.integrations.shard_peft_model import has_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
 from shardformer.torch_patches import (
-    Patch,
+    LibraryPatch,
     Undo,
     call_after_import,
     chain_undo_functions,
@@ -38,8 +38,8 @@ __all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapte
 
 
 OWNER = "shardformer.integrations.peft"
-IMPORT_PATCH = Patch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
-ADAPTER_PATCH = Patch(
+IMPORT_PATCH = LibraryPatch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
+ADAPTER_PATCH = LibraryPatch(
     "peft.PeftModel.__init__, peft.PeftMixedModel.__init__, peft.tuners.tuners_utils.BaseTuner.__init__",
     OWNER,
     "shard the adapters that PEFT adds to a sharded model",

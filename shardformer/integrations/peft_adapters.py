@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_reduce, copy_to_tp_region, scatter_to_region
+from shardformer.comm.collectives import all_reduce, copy_to_tp_region, scatter_to_parallel_region
 from shardformer.context_parallel.sequence_layout import ContextParallelState, IndexShards
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import add_mixin_classes
@@ -82,7 +82,7 @@ class AdapterDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        positions = self._get_local_index_shards(x)
+        positions = self._get_sequence_index_shards(x)
         shape = [*x.shape[:-1], x.shape[-1] if self.split is None else self.split.full]
         if positions is not None:
             shape[1] = positions.full
@@ -93,7 +93,7 @@ class AdapterDropout(nn.Module):
             mask = mask.index_select(-1, self.split.indices(self.axis.rank).to(x.device))
         return x * mask
 
-    def _get_local_index_shards(self, hidden_states: Tensor) -> IndexShards | None:
+    def _get_sequence_index_shards(self, hidden_states: Tensor) -> IndexShards | None:
         state = self.sequence
         if state is None or hidden_states.dim() < 3:
             return None
@@ -108,9 +108,9 @@ class AdapterDropout(nn.Module):
         return f"p={self.p}"
 
 
-def has_full_gradients(tuner_layer: nn.Module) -> bool:
+def has_full_gradients_on_every_rank(tuner_layer: nn.Module) -> bool:
     """Return whether every rank has the complete gradients of an adapter after the backward pass."""
-    return isinstance(tuner_layer, _FullParametersMixin)
+    return isinstance(tuner_layer, _FullAdapterParametersMixin)
 
 
 class _ParallelLayerAdapterMixin:
@@ -130,7 +130,7 @@ def _prepare_base_layer_for_adapter(base_layer: ParallelLinear, training: bool) 
     with ExitStack() as stack:
         if training and base_layer.block is not None:
             stack.enter_context(base_layer.block.use_shared_random_state())
-        if base_layer.bias is None or not _has_deferred_bias(base_layer):
+        if base_layer.bias is None or not _is_bias_added_after_adapter(base_layer):
             yield
             return
         bias = base_layer._parameters["bias"]
@@ -141,7 +141,7 @@ def _prepare_base_layer_for_adapter(base_layer: ParallelLinear, training: bool) 
             base_layer._parameters["bias"] = bias
 
 
-def _has_deferred_bias(base_layer: ParallelLinear) -> bool:
+def _is_bias_added_after_adapter(base_layer: ParallelLinear) -> bool:
     return isinstance(base_layer, Linear1D_Row) or base_layer.fused_bias is None
 
 
@@ -166,7 +166,7 @@ class _FullDeltaWeightMixin:
         return full
 
 
-class _FullParametersMixin:
+class _FullAdapterParametersMixin:
     """A mixin for adapters that need the full values and gradients of their parameters on every rank (AdaLoRA).
 
     The parameters stay replicated. Forward: this rank selects its features. Backward: one all-gather or all-reduce of
@@ -192,14 +192,14 @@ class _FullParametersMixin:
 
 
 def _select_local_features(param: Tensor, dim: int, base_layer: ParallelLinear) -> Tensor:
-    if base_layer.split.is_partition:
-        return scatter_to_region(param, base_layer.axis, dim, base_layer.split)
+    if base_layer.split.stores_each_index_once:
+        return scatter_to_parallel_region(param, base_layer.axis, dim, base_layer.split)
     return copy_to_tp_region(param, base_layer.axis).index_select(
         dim, base_layer.split.indices(base_layer.axis.rank).to(param.device)
     )
 
 
-class _DistributedNormMixin:
+class _DistributedDoraNormMixin:
     """A mixin that computes DoRA's weight norms across the ranks of a row-parallel layer.
 
     Communicates: one all-reduce of the number of output features.
@@ -270,7 +270,7 @@ def shard_adapter(
         return
     reads_all = "lora_E" in names
     if reads_all:
-        add_mixin_classes(tuner_layer, _FullParametersMixin, _ParallelLayerAdapterMixin, _FullDeltaWeightMixin)
+        add_mixin_classes(tuner_layer, _FullAdapterParametersMixin, _ParallelLayerAdapterMixin, _FullDeltaWeightMixin)
     elif any(name.startswith(FULL_DELTA) for name in names):
         add_mixin_classes(tuner_layer, _ParallelLayerAdapterMixin, _FullDeltaWeightMixin)
     elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
@@ -289,7 +289,7 @@ def shard_adapter(
     if isinstance(base, Linear1D_Row):
         _replace_adapter_dropout(tuner_layer, base.split, base.axis, context_parallel_state)
         for dora in getattr(tuner_layer, "lora_magnitude_vector", {}).values():
-            add_mixin_classes(dora, _DistributedNormMixin)
+            add_mixin_classes(dora, _DistributedDoraNormMixin)
             dora.axis = base.axis
     else:
         _replace_adapter_dropout(tuner_layer, None, base.axis, context_parallel_state)
@@ -299,14 +299,19 @@ def shard_adapter(
 
 
 def _replace_adapter_dropout(
-    tuner_layer: BaseTunerLayer, split: Split | None, axis: Axis, context_parallel_state: ContextParallelState | None
+    tuner_layer: BaseTunerLayer,
+    feature_split: Split | None,
+    axis: Axis,
+    context_parallel_state: ContextParallelState | None,
 ) -> None:
-    if split is None and context_parallel_state is None:
+    if feature_split is None and context_parallel_state is None:
         return  # each rank has the full input
     for child in tuner_layer.children():
         for name, module in child.items() if isinstance(child, nn.ModuleDict) else ():
             if type(module) is nn.Dropout and module.p > 0:
-                child[name] = AdapterDropout(module.p, split, axis, context_parallel_state).train(module.training)
+                child[name] = AdapterDropout(module.p, feature_split, axis, context_parallel_state).train(
+                    module.training
+                )
 
 
 def _slice_shared_vera_matrix(

@@ -18,14 +18,19 @@ from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
 from shardformer.integrations import shard_peft_model
 from shardformer.integrations.peft_adapters import EMBEDDINGS
-from shardformer.integrations.shard_peft_model import has_default_forward, is_tuner_model, unwrap_peft_model
-from shardformer.layout.packed_weights import check_no_packed_weights, get_packed_weights_numel
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, get_metadata, get_sharded_module
+from shardformer.integrations.shard_peft_model import has_default_forward, is_peft_tuner_model, unwrap_peft_model
+from shardformer.layout.packed_weights import check_no_quantized_weights, get_quantized_weights_numel
+from shardformer.layout.sharding_metadata import (
+    METADATA_ATTRIBUTE,
+    ShardingMetadata,
+    get_sharded_module_and_prefix,
+    get_sharding_metadata,
+)
 from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.quantized_linear import QuantizedLinear, make_unsharded_4bit_placeholder
+from shardformer.tensor_parallel.quantized_linear import QuantizedParallelLinear, make_unsharded_4bit_placeholder
 from shardformer.torch_compat import IncompatibleKeys
 from shardformer.transformers_compat import find_embeddings
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
@@ -52,9 +57,9 @@ def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapte
             adapters. The model is then unchanged.
     """
     shard_peft_model.check_peft_version()
-    state, inner = get_metadata(model), unwrap_peft_model(model)
+    state, inner = get_sharding_metadata(model), unwrap_peft_model(model)
     _check_can_change_adapters(state)
-    needs_values = _needs_base_weights(peft_config)
+    needs_values = _needs_base_model_weights(peft_config)
     saved = getattr(peft_config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
@@ -64,7 +69,7 @@ def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapte
             remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:
-        check_no_packed_weights(inner, f"This {type(peft_config).__name__}, which is computed from the weights,")
+        check_no_quantized_weights(inner, f"This {type(peft_config).__name__}, which is computed from the weights,")
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
     with checks.restore_model_on_error(model):
@@ -74,19 +79,19 @@ def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapte
         for path, layer in plain.items():
             shard_peft_model.set_submodule(inner, path, layer)
         with (
-            shard_peft_model.without_hooks(inner),
+            shard_peft_model.temporarily_remove_hooks(inner),
             shard_peft_model.without_sharding_metadata(inner),
         ):  # which PEFT would copy with modules
             made = run_and_compare_across_ranks(state.context, add_adapters_fn)
         wrappers = shard_peft_model.remove_peft_wrappers(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
-            _copy_changes_to_parallel_layer(layer, plain[path], state)
+            _copy_peft_changes_to_parallel_layer(layer, plain[path], state)
             shard_peft_model.set_submodule(inner, outer, layer)
             for name, child in made._modules.items():
                 if child is plain[path]:  # word_embeddings
                     made._modules[name] = layer
-        shard_peft_model.add_adapters(made, inner, wrappers)
+        shard_peft_model.add_peft_adapters(made, inner, wrappers)
     if made is not inner:
         patch_peft_methods(made)
     return made
@@ -100,7 +105,7 @@ def _check_can_change_adapters(metadata: ShardingMetadata) -> None:
         )
 
 
-def _needs_base_weights(peft_config: PeftConfig) -> bool:
+def _needs_base_model_weights(peft_config: PeftConfig) -> bool:
     if peft_config.is_prompt_learning:
         return True
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
@@ -121,7 +126,7 @@ def _find_parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 def _make_unsharded_layer(layer: Any, metadata: ShardingMetadata, copy_weights: bool) -> nn.Module:
     """Return an unsharded copy of a parallel layer, with the full weights or zeros."""
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedParallelLinear):
         return make_unsharded_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
         plain: Any = nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
@@ -146,7 +151,7 @@ def _make_unsharded_layer(layer: Any, metadata: ShardingMetadata, copy_weights: 
     return plain.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _copy_changes_to_parallel_layer(
+def _copy_peft_changes_to_parallel_layer(
     parallel_layer: ParallelModule, plain_layer: nn.Module, metadata: ShardingMetadata
 ) -> None:
     """Copy the changes that PEFT made to a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
@@ -169,7 +174,7 @@ def patch_peft_methods(model: PeftModel) -> None:
             if hasattr(owner, name):
                 model.__dict__[name] = method.__get__(model)
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
-    if is_tuner_model(model.base_model) and not has_default_forward(model.base_model):
+    if is_peft_tuner_model(model.base_model) and not has_default_forward(model.base_model):
         model.base_model.__dict__["forward"] = _TunerForwardWithHooks(model.base_model)
 
 
@@ -210,7 +215,7 @@ def _add_adapter(peft_model: PeftModel, adapter_name: str, peft_config: PeftConf
 def _load_adapter(
     peft_model: PeftModel, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any
 ) -> Any:
-    state = get_metadata(peft_model)
+    state = get_sharding_metadata(peft_model)
     kwargs.setdefault("torch_device", str(state.context.device))
     load = partial(type(peft_model).load_adapter, peft_model, model_id, adapter_name, is_trainable, **kwargs)
     if state.parameter_owner is None:
@@ -221,7 +226,7 @@ def _load_adapter(
         values.update(state_dict)
         return IncompatibleKeys([name for name in peft_model.state_dict() if name not in state_dict], [])
 
-    _, prefix = get_sharded_module(peft_model)
+    _, prefix = get_sharded_module_and_prefix(peft_model)
 
     def get_full_value(param_name: str, param: Tensor) -> Tensor:
         return param if param_name.startswith(prefix) else torch.zeros_like(param, device=state.context.device)
@@ -248,7 +253,7 @@ def _use_full_parameters(
     Args:
         get_full_value: (name, meta tensor) -> value of the full parameter.
     """
-    groups = getattr(get_metadata(model).gradient_owner, "stage3_param_groups", ())
+    groups = getattr(get_sharding_metadata(model).gradient_owner, "stage3_param_groups", ())
     gathered = {id(p) for group in groups for p in group.params}
     shown: list[tuple[nn.Module, str, nn.Parameter]] = []
     full: dict[str, nn.Parameter] = {}
@@ -258,7 +263,7 @@ def _use_full_parameters(
             owner, leaf = get_parent_and_attribute_name(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
-        with shard_peft_model.without_hooks(model) if full else nullcontext():
+        with shard_peft_model.temporarily_remove_hooks(model) if full else nullcontext():
             yield full
     finally:
         for owner, leaf, param in shown:
@@ -266,7 +271,7 @@ def _use_full_parameters(
 
 
 def _delete_adapter(peft_model: PeftModel, adapter_name: str) -> None:
-    _check_can_change_adapters(get_metadata(peft_model))
+    _check_can_change_adapters(get_sharding_metadata(peft_model))
     type(peft_model).delete_adapter(peft_model, adapter_name)
     shard_peft_model.remove_adapter_metadata(peft_model, unwrap_peft_model(peft_model), adapter_name)
 
@@ -276,7 +281,7 @@ def _save_pretrained(peft_model: PeftModel, save_directory: str | os.PathLike[st
 
     Communicates one all-gather per sharded adapter parameter. A pipeline also needs one broadcast per parameter.
     """
-    context = get_metadata(peft_model).context
+    context = get_sharding_metadata(peft_model).context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or _gather_adapter_state_dict(
@@ -287,22 +292,22 @@ def _save_pretrained(peft_model: PeftModel, save_directory: str | os.PathLike[st
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
             with (
-                _with_remote_stage_adapters(peft_model),
+                _temporarily_add_remote_stage_adapters(peft_model),
                 _use_full_parameters(peft_model, lambda name, p: weights.get(name, p)),
-                _with_plain_embeddings(peft_model),
+                _use_plain_embeddings(peft_model),
             ):
                 type(peft_model).save_pretrained(peft_model, save_directory, state_dict=weights, **kwargs)
 
     run_and_compare_across_ranks(
-        context, save_on_first_rank, action=f"write to {str(save_directory)!r}", error_class=InputError
+        context, save_on_first_rank, action_description=f"write to {str(save_directory)!r}", error_class=InputError
     )
 
 
 @contextmanager
-def _with_remote_stage_adapters(peft_model: PeftModel) -> Iterator[None]:
+def _temporarily_add_remote_stage_adapters(peft_model: PeftModel) -> Iterator[None]:
     """Temporarily add the adapters of other pipeline stages, because PEFT saves only adapters in the model."""
     inner = unwrap_peft_model(peft_model)
-    elsewhere = get_metadata(peft_model).adapters.elsewhere
+    elsewhere = get_sharding_metadata(peft_model).adapters.elsewhere
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
     try:
         for path, wrapper in elsewhere.items():
@@ -314,14 +319,14 @@ def _with_remote_stage_adapters(peft_model: PeftModel) -> Iterator[None]:
 
 
 @contextmanager
-def _with_plain_embeddings(peft_model: PeftModel) -> Iterator[None]:
+def _use_plain_embeddings(peft_model: PeftModel) -> Iterator[None]:
     """Temporarily replace parallel embeddings and LM heads with plain layers, because PEFT expects them."""
-    state, shown = get_metadata(peft_model), []
+    state, shown = get_sharding_metadata(peft_model), []
     for tuner in _get_input_and_output_embeddings(unwrap_peft_model(peft_model)):
         if shard_peft_model.is_peft_wrapper(tuner) and isinstance(
             layer := shard_peft_model.get_wrapped_module(tuner), ParallelModule
         ):
-            shown.append((*shard_peft_model.find_innermost_wrapper(tuner), layer))
+            shown.append((*shard_peft_model.find_innermost_wrapper_and_attribute(tuner), layer))
     try:
         for holder, name, layer in shown:
             holder._modules[name] = _make_unsharded_layer(layer, state, copy_weights=False)
@@ -336,7 +341,7 @@ def _get_input_and_output_embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def _gather_adapter_state_dict(peft_model: PeftModel, save_embedding_layers: bool | str) -> dict[str, Tensor]:
-    inner, adapters = unwrap_peft_model(peft_model), get_metadata(peft_model).adapters
+    inner, adapters = unwrap_peft_model(peft_model), get_sharding_metadata(peft_model).adapters
     configs = peft_model.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
     prefix = next((f"{path}." for path, module in peft_model.named_modules() if module is inner and path), "")
@@ -353,13 +358,13 @@ def _gather_adapter_state_dict(peft_model: PeftModel, save_embedding_layers: boo
 
 
 def _check_can_merge_adapters(peft_model: PeftModel, method_name: str) -> None:
-    state = get_metadata(peft_model)
+    state = get_sharding_metadata(peft_model)
     if state.parameter_owner is not None:
         raise ConfigError(
             f"{method_name} is not supported while ZeRO stage 3 shards the parameters.",
             remedy="Save the adapters with save_pretrained, and merge them in a run without ZeRO stage 3.",
         )
-    if method_name != "unload" and any(isinstance(module, QuantizedLinear) for module in peft_model.modules()):
+    if method_name != "unload" and any(isinstance(module, QuantizedParallelLinear) for module in peft_model.modules()):
         raise ConfigError(
             f"{method_name} is not supported while tensor parallelism shards quantized weights.",
             remedy="Save the adapters with save_pretrained, and merge them in one process.",
@@ -376,12 +381,12 @@ def _unload(peft_model: PeftModel, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def _call_unload_method(peft_model: PeftModel, method_name: str, *args: Any, **kwargs: Any) -> nn.Module:
-    state, inner = get_metadata(peft_model), unwrap_peft_model(peft_model)
+    state, inner = get_sharding_metadata(peft_model), unwrap_peft_model(peft_model)
     _check_can_merge_adapters(peft_model, method_name)
     _check_can_change_adapters(state)
     config: Any = getattr(inner, "config", None)
     ties = getattr(config, "tie_word_embeddings", None)
-    with shard_peft_model.update_after_adapter_removal(inner):
+    with shard_peft_model.update_metadata_after_adapter_removal(inner):
         run_and_compare_across_ranks(
             state.context, lambda: getattr(peft_model.base_model, method_name)(*args, **kwargs)
         )
@@ -394,14 +399,14 @@ def _call_unload_method(peft_model: PeftModel, method_name: str, *args: Any, **k
 def _merge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     _check_can_merge_adapters(peft_model, "merge_adapter")
     run_and_compare_across_ranks(
-        get_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
+        get_sharding_metadata(peft_model).context, lambda: peft_model.base_model.merge_adapter(*args, **kwargs)
     )
 
 
 def _unmerge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     _check_can_merge_adapters(peft_model, "unmerge_adapter")
     run_and_compare_across_ranks(
-        get_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
+        get_sharding_metadata(peft_model).context, lambda: peft_model.base_model.unmerge_adapter(*args, **kwargs)
     )
 
 
@@ -414,14 +419,14 @@ def _add_weighted_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> N
 
 def _get_nb_trainable_parameters(peft_model: PeftModel) -> tuple[int, int]:
     """Return the numbers of trainable and of all parameters of the full, unsharded model."""
-    state = get_metadata(peft_model)
+    state = get_sharding_metadata(peft_model)
     if state.context.pipe.size > 1:
         raise ConfigError(
             f"get_nb_trainable_parameters is not supported with pipe={state.context.pipe.size}.",
             remedy="Call it on the plain model before you shard it.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
-    counts.append((get_packed_weights_numel(peft_model), False))
+    counts.append((get_quantized_weights_numel(peft_model), False))
     return sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
 
 

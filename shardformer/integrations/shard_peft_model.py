@@ -24,7 +24,7 @@ from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft_adapters import (
     EMBEDDINGS,
     AdapterDropout,
-    has_full_gradients,
+    has_full_gradients_on_every_rank,
     restore_parallel_base_layer,
     shard_adapter,
     shard_trainable_copy,
@@ -37,7 +37,7 @@ from shardformer.layout.sharding_metadata import (
     ParamEntry,
     ShardingMetadata,
     get_gradient_reduction,
-    get_metadata,
+    get_sharding_metadata,
     group_overlapping_tensors,
     named_sharded_parameters,
 )
@@ -89,7 +89,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
-def is_tuner_model(module: nn.Module) -> bool:
+def is_peft_tuner_model(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTuner
 
     return isinstance(module, BaseTuner)
@@ -99,7 +99,7 @@ def has_default_forward(tuner_model: nn.Module) -> bool:
     """Return whether the ``forward`` method of a PEFT tuner only calls the wrapped model."""
     from peft.tuners.tuners_utils import BaseTuner
 
-    return is_tuner_model(tuner_model) and type(tuner_model).forward is BaseTuner.forward
+    return is_peft_tuner_model(tuner_model) and type(tuner_model).forward is BaseTuner.forward
 
 
 def unwrap_peft_model(model: nn.Module) -> nn.Module:
@@ -130,14 +130,14 @@ def _list_wrapped_path_parts(wrapper: nn.Module) -> list[str]:
     return [*parts, *_list_wrapped_path_parts(inner)] if is_peft_wrapper(inner) else parts
 
 
-def find_innermost_wrapper(wrapper: nn.Module) -> tuple[nn.Module, str]:
+def find_innermost_wrapper_and_attribute(wrapper: nn.Module) -> tuple[nn.Module, str]:
     """Return the innermost PEFT wrapper around a module, and the name of its attribute that holds the module."""
     *parts, name = _list_wrapped_path_parts(wrapper)
     return wrapper.get_submodule(".".join(parts)), name
 
 
 def get_wrapped_module(wrapper: nn.Module) -> nn.Module:
-    holder, name = find_innermost_wrapper(wrapper)
+    holder, name = find_innermost_wrapper_and_attribute(wrapper)
     return holder.get_submodule(name)
 
 
@@ -160,7 +160,7 @@ def remove_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass(eq=False)
-class AdapterNameMap:
+class AdapterTensorNameMap:
     """Maps the original names of parameters and buffers to their names after adapters were added.
 
     Args:
@@ -189,7 +189,7 @@ class AdapterNameMap:
         path, inner = next(inside, ("", ""))
         return path + current_name[len(inner) :]
 
-    def find_wrapper_path(self, param_name: str) -> str | None:
+    def find_peft_wrapper_path(self, param_name: str) -> str | None:
         """Return the path of the PEFT wrapper that contains a parameter, or None."""
         owner = param_name.rpartition(".")[0]
         while owner and owner not in self.paths:
@@ -198,7 +198,7 @@ class AdapterNameMap:
 
     def get_adapter_name(self, param_name: str) -> str:
         """Return the name of the adapter to which a parameter belongs, such as "default"."""
-        parts = param_name.removeprefix(f"{self.find_wrapper_path(param_name)}.").split(".")
+        parts = param_name.removeprefix(f"{self.find_peft_wrapper_path(param_name)}.").split(".")
         return parts[1] if len(parts) > 1 else ""
 
 
@@ -206,7 +206,7 @@ def shard_model_with_adapters(
     model: nn.Module,
     shard_fn: Callable[..., Any],
     finish_fn: Callable[[nn.Module], object],
-    patch_peft_methods: Callable[[nn.Module], object],
+    patch_peft_methods_fn: Callable[[nn.Module], object],
 ) -> tuple[nn.Module, Any]:
     """Shard a model and its PEFT adapters in place.
 
@@ -214,12 +214,12 @@ def shard_model_with_adapters(
         model: a ``PeftModel``, or a model into which PEFT injected adapters.
         shard_fn: shards the model without adapters, as ``shard_model_in_place(model, finish=...)``.
         finish_fn: called with ``model`` after its adapters were added to the sharded model.
-        patch_peft_methods: replaces the methods of PEFT's wrapper.
+        patch_peft_methods_fn: replaces the methods of PEFT's wrapper.
 
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
     """
     inner = unwrap_peft_model(model)
-    referenced = checks.find_referenced_param_ids(model)
+    referenced = checks.find_externally_referenced_param_ids(model)
     with checks.restore_model_on_error(model):
         aliases = _find_module_aliases(model, inner)
         wrappers = remove_peft_wrappers(inner)
@@ -227,9 +227,9 @@ def shard_model_with_adapters(
         def attach_adapters(sharded_model: nn.Module) -> None:
             for name, path in aliases.items():
                 model._modules[name] = sharded_model.get_submodule(path)
-            add_adapters(model, sharded_model, wrappers, referenced)
+            add_peft_adapters(model, sharded_model, wrappers, referenced)
             if model is not sharded_model:
-                patch_peft_methods(model)
+                patch_peft_methods_fn(model)
             finish_fn(model)
 
         return model, shard_fn(inner, finish=attach_adapters)[1]
@@ -241,10 +241,10 @@ def _find_module_aliases(model: nn.Module, base_model: nn.Module) -> dict[str, s
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
 
-def add_adapters(
+def add_peft_adapters(
     model: nn.Module,
     sharded_model: nn.Module,
-    wrappers: Mapping[str, nn.Module],
+    peft_wrappers_by_path: Mapping[str, nn.Module],
     referenced_param_ids: set[int] | None = None,
 ) -> None:
     """Add adapters to a sharded model, shard them, and record how their gradients are reduced.
@@ -255,40 +255,37 @@ def add_adapters(
 
     Communicates a hash of the adapters' settings, checksums of the adapters, and their values if ranks differ.
     """
-    state = get_metadata(sharded_model)
+    state = get_sharding_metadata(sharded_model)
     _check_adapter_supports_pipeline(model, state)
-    inner_paths = {path: get_wrapped_module_path(path, wrapper) for path, wrapper in wrappers.items()}
-    for path, wrapper in wrappers.items():
-        holder, name = find_innermost_wrapper(wrapper)
-        holder._modules[name] = _WrappedModulePlaceholder()
-        is_copy = is_tuner_layer(wrapper) or "modules_to_save" in wrapper._modules
-        if state.context.pipe.size > 1 and not is_copy:  # it also refers to the wrapped module by another name
-            raise ConfigError(
-                f"A {type(wrapper).__name__} on {path} does not work with pipe={state.context.pipe.size}.",
-                remedy="Set pipe=1, or use an adapter on linear layers.",
-            )
-    own = nn.ModuleList([*wrappers.values(), *_iter_modules_outside(model, sharded_model)])
+    inner_paths = {path: get_wrapped_module_path(path, wrapper) for path, wrapper in peft_wrappers_by_path.items()}
+    _replace_wrapped_modules_by_placeholders(peft_wrappers_by_path, state)
+    own = nn.ModuleList([*peft_wrappers_by_path.values(), *_iter_modules_outside(model, sharded_model)])
     known = state.get_entries_by_param_id()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
-    adapters = {"prompts": nn.ModuleList(_iter_modules_outside(model, sharded_model)), **wrappers}
+    adapters = {"prompts": nn.ModuleList(_iter_modules_outside(model, sharded_model)), **peft_wrappers_by_path}
     _check_adapters_share_no_memory(adapters, state)
     run_and_compare_across_ranks(
-        state.context, lambda: _get_adapter_fingerprint(adapters), lambda lines: lines, action="add these adapters"
+        state.context,
+        lambda: _get_adapter_fingerprint(adapters),
+        lambda lines: lines,
+        action_description="add these adapters",
     )
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
-    tensors = {path: wrapper.state_dict(prefix=f"{path}.", keep_vars=True) for path, wrapper in wrappers.items()}
+    tensors = {
+        path: wrapper.state_dict(prefix=f"{path}.", keep_vars=True) for path, wrapper in peft_wrappers_by_path.items()
+    }
     shapes = {
         name: tuple(x.shape)
         for found in tensors.values()
         for name, x in found.items()
         if isinstance(x, Tensor) and not name.endswith(f".{_WrappedModulePlaceholder.MARK}")
     }
-    names = state.adapters = state.adapters or AdapterNameMap()
+    names = state.adapters = state.adapters or AdapterTensorNameMap()
     waits = has_deferred_weights(own)
 
     def attach_wrappers() -> None:
         with record_changes_if_lazy(own):
-            _attach_peft_wrappers(sharded_model, state, wrappers, referenced_param_ids or set())
+            _attach_peft_wrappers(sharded_model, state, peft_wrappers_by_path, referenced_param_ids or set())
         if waits:
             for module in (sharded_model, *own):
                 materialize_parameters(module, state.context.device)
@@ -300,6 +297,20 @@ def add_adapters(
     if state.stages is not None and any(map(_has_active_dropout, own.modules())):
         state.stages.uses_random = True
     update_sharding_metadata(model, sharded_model, names)
+
+
+def _replace_wrapped_modules_by_placeholders(
+    peft_wrappers_by_path: Mapping[str, nn.Module], metadata: ShardingMetadata
+) -> None:
+    for path, wrapper in peft_wrappers_by_path.items():
+        holder, name = find_innermost_wrapper_and_attribute(wrapper)
+        holder._modules[name] = _WrappedModulePlaceholder()
+        is_copy = is_tuner_layer(wrapper) or "modules_to_save" in wrapper._modules
+        if metadata.context.pipe.size > 1 and not is_copy:  # it also refers to the wrapped module by another name
+            raise ConfigError(
+                f"A {type(wrapper).__name__} on {path} does not work with pipe={metadata.context.pipe.size}.",
+                remedy="Set pipe=1, or use an adapter on linear layers.",
+            )
 
 
 class _WrappedModulePlaceholder(nn.Module):
@@ -363,25 +374,25 @@ def _iter_modules_outside(model: nn.Module, sharded_model: nn.Module) -> Iterato
 def _attach_peft_wrappers(
     sharded_model: nn.Module,
     metadata: ShardingMetadata,
-    wrappers: Mapping[str, nn.Module],
+    peft_wrappers_by_path: Mapping[str, nn.Module],
     referenced_param_ids: set[int],
 ) -> None:
-    for path, wrapper in wrappers.items():
+    for path, wrapper in peft_wrappers_by_path.items():
         base = sharded_model.get_submodule(path)
-        holder, name = find_innermost_wrapper(wrapper)
+        holder, name = find_innermost_wrapper_and_attribute(wrapper)
         if metadata.stages is not None and metadata.stages.placeholders.has_placeholders(base):
             metadata.adapters.elsewhere[path] = _move_parameters_to_meta(wrapper)
             continue
         holder._modules[name] = base
         before = dict(wrapper.named_parameters())
         if is_tuner_layer(wrapper):
-            _check_base_layer_supported(metadata, path, base)
+            _check_base_layer_supports_adapter(metadata, path, base)
             shard_adapter(wrapper, path, metadata.context_run)
-            _check_adapter_dropout(metadata, path, wrapper)
+            _check_adapter_dropout_supported(metadata, path, wrapper)
         else:
             copies: Any = wrapper._modules.get("modules_to_save")
             if copies is None:
-                _check_base_layer_replicated(base, path, type(wrapper).__name__)
+                _check_base_layer_is_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
                 _remove_copied_hooks(plain, base)
                 copies[adapter] = shard_trainable_copy(plain, base, path)
@@ -406,7 +417,7 @@ def _move_parameters_to_meta(wrapper: nn.Module) -> nn.Module:
     return wrapper
 
 
-def _check_base_layer_supported(metadata: ShardingMetadata, module_path: str, base_layer: nn.Module) -> None:
+def _check_base_layer_supports_adapter(metadata: ShardingMetadata, module_path: str, base_layer: nn.Module) -> None:
     if metadata.stages is not None:
         stages = {
             s for n, _ in base_layer.named_parameters() for s in metadata.stages.find_owner_ranks(f"{module_path}.{n}")
@@ -419,10 +430,10 @@ def _check_base_layer_supported(metadata: ShardingMetadata, module_path: str, ba
             )
     specs = vars(base_layer).get("shard_specs", {})
     if not isinstance(base_layer, ParallelModule) and specs:
-        _check_base_layer_replicated(base_layer, module_path, "PEFT adapter")
+        _check_base_layer_is_replicated(base_layer, module_path, "PEFT adapter")
 
 
-def _check_adapter_dropout(metadata: ShardingMetadata, module_path: str, wrapper: nn.Module) -> None:
+def _check_adapter_dropout_supported(metadata: ShardingMetadata, module_path: str, wrapper: nn.Module) -> None:
     """Raise ConfigError if an adapter's dropout would draw the same mask for different sequence positions."""
     if isinstance(get_wrapped_module(wrapper), ParallelModule) or not any(map(_has_active_dropout, wrapper.modules())):
         return
@@ -437,7 +448,7 @@ def _check_adapter_dropout(metadata: ShardingMetadata, module_path: str, wrapper
         )
 
 
-def _check_base_layer_replicated(base_layer: nn.Module, module_path: str, adapter_kind: str) -> None:
+def _check_base_layer_is_replicated(base_layer: nn.Module, module_path: str, adapter_kind: str) -> None:
     if isinstance(base_layer, ParallelModule) or vars(base_layer).get("shard_specs"):
         raise ConfigError(
             f"A {adapter_kind} on {module_path} is not supported, because tensor parallelism shards this "
@@ -456,7 +467,7 @@ def move_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 @contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
+def temporarily_remove_hooks(model: nn.Module) -> Iterator[None]:
     """Temporarily remove the hooks from all modules of a model."""
     tables = [getattr(module, name) for module in model.modules() for name in HOOK_TABLES]
     kept = [(table, dict(table)) for table in tables if table]
@@ -475,7 +486,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 def without_sharding_metadata(model: nn.Module) -> Iterator[None]:
     """Temporarily remove the sharding metadata from the modules of a sharded model."""
     parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     for attributes in parts:
         del attributes[PARENT_METADATA_ATTRIBUTE]
     try:
@@ -494,14 +505,15 @@ def _remove_copied_hooks(module_copy: nn.Module, original_module: nn.Module) -> 
 
 def _update_parameter_names(
     metadata: ShardingMetadata,
-    name_map: AdapterNameMap,
+    name_map: AdapterTensorNameMap,
     adapter_shapes: Mapping[str, tuple[int, ...]],
-    wrapper_tensors: Mapping[str, Mapping[str, Any]],
+    wrapper_tensors_by_path: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Record the new names of all parameters after adapters were added to the model.
 
     Args:
-        wrapper_tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
+        wrapper_tensors_by_path: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped
+            module.
     """
     for entry in metadata.entries:
         entry.name = name_map.get_name_with_adapters(entry.name)
@@ -511,45 +523,47 @@ def _update_parameter_names(
     owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in name_map.paths}
     stages.rename_tensors(name_map.get_name_with_adapters)
     for name, shape in adapter_shapes.items():
-        path = name_map.find_wrapper_path(name)
+        path = name_map.find_peft_wrapper_path(name)
         owner = owners.get(path or "")
         if owner is not None:
-            stages.add_tensor(name, name_map.get_name_with_adapters(owner), shape)
+            stages.record_tensor_on_same_stages(name, name_map.get_name_with_adapters(owner), shape)
     stages.state = {
         name: stages.state[name]
-        for name in _sort_param_names(list(stages.state), name_map, adapter_shapes, wrapper_tensors)
+        for name in _sort_param_names_with_adapters(
+            list(stages.state), name_map, adapter_shapes, wrapper_tensors_by_path
+        )
     }
 
 
-def _sort_param_names(
+def _sort_param_names_with_adapters(
     param_names: list[str],
-    name_map: AdapterNameMap,
+    name_map: AdapterTensorNameMap,
     adapter_param_names: Collection[str],
-    wrapper_tensors: Mapping[str, Mapping[str, Any]],
+    wrapper_tensors_by_path: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Sort parameter names as in the plain model, with each adapter next to its base layer."""
-    of_base: dict[str, list[str]] = {path: [] for path in wrapper_tensors}
+    of_base: dict[str, list[str]] = {path: [] for path in wrapper_tensors_by_path}
     for name in param_names:
-        if name not in adapter_param_names and (path := name_map.find_wrapper_path(name)) in of_base:
+        if name not in adapter_param_names and (path := name_map.find_peft_wrapper_path(name)) in of_base:
             of_base[path].append(name)
     order: dict[str, None] = {}
     for name in param_names:
-        path = name_map.find_wrapper_path(name)
-        if path is None or path not in wrapper_tensors:
+        path = name_map.find_peft_wrapper_path(name)
+        if path is None or path not in wrapper_tensors_by_path:
             order[name] = None
             continue
-        for each in wrapper_tensors[path]:
+        for each in wrapper_tensors_by_path[path]:
             order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModulePlaceholder.MARK}") else [each])
     present = set(param_names)
     return [name for name in order if name in present]
 
 
-def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_map: AdapterNameMap) -> None:
+def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_map: AdapterTensorNameMap) -> None:
     """Record how new parameters are sharded and their gradients reduced, and remove deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
-    state = get_metadata(sharded_model)
+    state = get_sharding_metadata(sharded_model)
     specs = {id(param): spec for _, param, spec in named_sharded_parameters(sharded_model)}
     params = dict(model.named_parameters()) if model is not sharded_model else {}
     prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded_model and path), "")
@@ -561,7 +575,7 @@ def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_ma
         if id(param) in known:
             continue
         spec = specs.get(id(param), ShardSpec(param.shape))
-        layout, region = _find_adapter_region(sharded_model, state, name_map, name)
+        layout, region = _find_adapter_layout_and_region(sharded_model, state, name_map, name)
         entry = ParamEntry(name, param, spec, get_gradient_reduction(spec, layout, region, state.context.sizes))
         state.entries.append(entry)
         over = entry.reduction.sum_over
@@ -575,24 +589,26 @@ def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_ma
     state.on_adapted(sharded_model)
 
 
-def _rebuild_gradient_reducer(metadata: ShardingMetadata, new_slots: list[GradientSlot], param_ids: set[int]) -> None:
+def _rebuild_gradient_reducer(
+    metadata: ShardingMetadata, new_grad_slots: list[GradientSlot], kept_param_ids: set[int]
+) -> None:
     reducers: list[Any] = list(metadata.reducers)
     shared = [r for r in reducers if r.gradients and r.gradients[0].entry.reduction.stages]
     own = [r for r in reducers if all(r is not other for other in shared)]
     for reducer in own:
         reducer.remove_grad_hooks()
-    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in param_ids] + new_slots
+    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in kept_param_ids] + new_grad_slots
     size = metadata.request.extra.get("bucket_bytes", BUCKET_BYTES)
     metadata.reducers[:] = (
         [GradientReducer(gradients, size, consistency_monitor=metadata.monitor), *shared] if gradients else shared
     )
 
 
-def _find_adapter_region(
-    sharded_model: nn.Module, metadata: ShardingMetadata, name_map: AdapterNameMap, param_name: str
+def _find_adapter_layout_and_region(
+    sharded_model: nn.Module, metadata: ShardingMetadata, name_map: AdapterTensorNameMap, param_name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
     """Return the layout of the activations at an adapter's parameter, and the part of the model that contains it."""
-    path = name_map.find_wrapper_path(param_name)
+    path = name_map.find_peft_wrapper_path(param_name)
     if path is None:
         return metadata.activations, ModelRegion.OUTSIDE  # a prompt, before the model
     wrapper = sharded_model.get_submodule(path)
@@ -604,15 +620,15 @@ def _find_adapter_region(
                 found: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.bias")
                 return found
         layout, _ = metadata.regions.find_region(f"{path}.weight")
-        return layout, ModelRegion.OUTSIDE if has_full_gradients(wrapper) else ModelRegion.BLOCK
+        return layout, ModelRegion.OUTSIDE if has_full_gradients_on_every_rank(wrapper) else ModelRegion.BLOCK
     region: tuple[ActivationLayout, ModelRegion] = metadata.regions.find_region(f"{path}.weight")
     return region
 
 
 def remove_adapter_metadata(model: nn.Module, sharded_model: nn.Module, adapter_name: str) -> None:
     """Remove an adapter from the sharding metadata after PEFT has deleted it."""
-    state = get_metadata(sharded_model)
-    names: AdapterNameMap = state.adapters
+    state = get_sharding_metadata(sharded_model)
+    names: AdapterTensorNameMap = state.adapters
     gone = {name for name in names.own if names.get_adapter_name(name) == adapter_name}
     state.adapters.own -= gone
     if state.stages is not None:
@@ -621,21 +637,21 @@ def remove_adapter_metadata(model: nn.Module, sharded_model: nn.Module, adapter_
 
 
 @contextmanager
-def update_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
+def update_metadata_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
     """Update the sharding metadata after PEFT has removed adapters from a model inside this context."""
     wrappers = find_peft_wrappers(sharded_model)
     yield
-    state = get_metadata(sharded_model)
+    state = get_sharding_metadata(sharded_model)
     for path, wrapper in wrappers.items():
         if sharded_model.get_submodule(path) is not wrapper:
             if is_tuner_layer(wrapper):
                 restore_parallel_base_layer(wrapper)
             move_hooks(wrapper, sharded_model.get_submodule(path))
-    names: AdapterNameMap = state.adapters
+    names: AdapterTensorNameMap = state.adapters
     for entry in state.entries:
         entry.name = names.get_name_without_adapters(entry.name)
     if state.stages is not None:
         state.stages.drop_tensors(names.own.__contains__)
         state.stages.rename_tensors(names.get_name_without_adapters)
     state.adapters = None
-    update_sharding_metadata(sharded_model, sharded_model, AdapterNameMap())
+    update_sharding_metadata(sharded_model, sharded_model, AdapterTensorNameMap())

@@ -36,14 +36,18 @@ from shardformer.integrations.accelerate import (
     is_replicated_data_loader,
     unwrap_sharded_model,
 )
-from shardformer.integrations.global_batch_loss import DataParallelLabelSmoother, GlobalLossAverager, WeightedLossMode
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.integrations.global_batch_loss import (
+    DataParallelLabelSmoother,
+    GlobalBatchLossAverager,
+    WeightedLossMode,
+)
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
-from shardformer.torch_patches import Patch, install_patch, replace_attribute
+from shardformer.torch_patches import LibraryPatch, install_patch, replace_attribute
 from shardformer.training.data_loader import make_example_forward_kwargs
 from shardformer.training.initialize import get_or_create_parallel_context, make_engine_without_data, make_pipeline
-from shardformer.transformers_compat import is_kv_cache, load_transformers
+from shardformer.transformers_compat import import_transformers, is_kv_cache
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
 
@@ -52,7 +56,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments as PlainArguments
     from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
-transformers: Any = load_transformers()
+transformers: Any = import_transformers()
 
 
 class ShardedTrainer:
@@ -104,7 +108,7 @@ class ShardedTrainer:
             super().__init__(model, args, *extra_args, **kwargs)  # type: ignore[call-arg]
         else:  # args is not the second argument of all trainers
             super().__init__(model, args=args, **kwargs)  # type: ignore[call-arg]
-        self._shard_after_init()
+        self._shard_model_after_init()
 
     def _set_parallel_layout(
         self, model: Any, args: Any, parallel: Any, policy: Any = None, context: ParallelContext | None = None
@@ -128,18 +132,18 @@ class ShardedTrainer:
         self.parallel, self.policy = ParallelConfig.from_value(of_arguments if parallel is None else parallel), policy
         sharded = unwrap_sharded_model(model)
         self.context = get_or_create_parallel_context(
-            context or (get_metadata(sharded).context if sharded else None), self.parallel
+            context or (get_sharding_metadata(sharded).context if sharded else None), self.parallel
         )
-        self._loss_mean = GlobalLossAverager(self.context.data)
+        self._loss_mean = GlobalBatchLossAverager(self.context.data)
         check_training_arguments(args, self.parallel)
 
-    def _shard_after_init(self) -> None:
+    def _shard_model_after_init(self) -> None:
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}.",
                 remedy="Set predict_with_generate=False, or use the tensor axis instead of the sequence axis.",
             )
-        self._check_pipeline_options(self.context.pipe.size)
+        self._check_options_supported_by_pipeline(self.context.pipe.size)
         if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
             raise ConfigError(
                 f"TrainingArguments found one process, but the layout {self.context} needs several.",
@@ -243,10 +247,10 @@ class ShardedTrainer:
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, loader: DataLoader[Any], *extra_args: Any, **kwargs: Any) -> Any:
-        self._check_loader_splits_samples(loader, "get_train_dataloader")
+        self._check_loader_splits_across_ranks(loader, "get_train_dataloader")
         return super().set_initial_training_values(args, loader, *extra_args, **kwargs)  # type: ignore[misc]
 
-    def _check_loader_splits_samples(self, data_loader: DataLoader[Any], method_name: str) -> None:
+    def _check_loader_splits_across_ranks(self, data_loader: DataLoader[Any], method_name: str) -> None:
         """Raise ConfigError if all data-parallel ranks would read the same samples from a data loader."""
         if self.context.data.size > 1 and is_replicated_data_loader(data_loader):
             raise ConfigError(
@@ -281,7 +285,7 @@ class ShardedTrainer:
 
         Seq2SeqTrainer would keep them, because one process needs no padding. It averages the losses over batches.
         """
-        self._check_loader_splits_samples(dataloader, "get_eval_dataloader or get_test_dataloader")
+        self._check_loader_splits_across_ranks(dataloader, "get_eval_dataloader or get_test_dataloader")
         use_objects = self.args.eval_use_gather_object
         gather_losses = self.gather_function
         gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
@@ -349,13 +353,13 @@ class ShardedTrainer:
         mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
         real = self._count_non_padding_samples(inputs)
         if real is None:
-            with mean.set_num_samples(None):
+            with mean.set_num_local_samples(None):
                 loss, *outputs = to_full_tensors(step_fn(model, inputs, prediction_loss_only))
                 return mean.average_over_ranks(loss), *outputs
         outputs = [None, None]
         if not prediction_loss_only:
             _, *outputs = to_full_tensors(step_fn(model, inputs, False))
-        with mean.set_num_samples(real):
+        with mean.set_num_local_samples(real):
             loss, *_ = step_fn(model, _take_first_samples(inputs, max(real, 1)), True)
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
@@ -378,7 +382,7 @@ class ShardedTrainer:
         """Whether the model is split into pipeline stages."""
         return self.context.pipe.size > 1
 
-    def _check_pipeline_options(self, num_stages: int) -> None:
+    def _check_options_supported_by_pipeline(self, num_stages: int) -> None:
         """Raise ConfigError for a custom loss and for other Trainer options that a pipeline does not support."""
         kind = type(self)
         problems = {
@@ -402,7 +406,7 @@ class ShardedTrainer:
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if not self.has_pipeline_stages:
             self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
-            with self._loss_mean.set_num_samples(None):
+            with self._loss_mean.set_num_local_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:
                     self._loss_mean.warn_if_unequal_label_counts(
@@ -571,11 +575,11 @@ FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update parameters during the backward pass."""
 
 
-def check_training_arguments(args: PlainArguments, parallel: ParallelConfig) -> None:
+def check_training_arguments(args: PlainArguments, parallel_config: ParallelConfig) -> None:
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
-    if parallel.max_grad_norm is not None:
+    if parallel_config.max_grad_norm is not None:
         raise ConfigError(
-            f"ParallelConfig(max_grad_norm={parallel.max_grad_norm}) is not supported in a Trainer.",
+            f"ParallelConfig(max_grad_norm={parallel_config.max_grad_norm}) is not supported in a Trainer.",
             remedy="Set TrainingArguments(max_grad_norm=...) instead.",
         )
     for name, reason in UNSUPPORTED.items():
@@ -624,7 +628,7 @@ class ParallelArguments:
             found = ParallelConfig.from_value(self.parallel).to_dict().items()
             self.parallel = {name: value for name, value in found if value != defaults[name]}  # can be written as JSON
             install_patch(
-                TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_trainer_init)
+                TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _init_trainer_with_sharding)
             )
 
 
@@ -638,7 +642,7 @@ class Seq2SeqTrainingArguments(ParallelArguments, transformers.Seq2SeqTrainingAr
     """A subclass of ``transformers.Seq2SeqTrainingArguments`` that makes a Seq2SeqTrainer shard its model."""
 
 
-TRAINER_PATCH = Patch(
+TRAINER_PATCH = LibraryPatch(
     "transformers.Trainer.__init__",
     "shardformer.integrations.transformers",
     "shards the model of a Trainer whose arguments have a layout",
@@ -647,7 +651,9 @@ _INIT = transformers.Trainer.__init__
 
 
 @wraps(_INIT)
-def _sharding_trainer_init(trainer: Any, model: Any = None, args: Any = None, *extra_args: Any, **kwargs: Any) -> None:
+def _init_trainer_with_sharding(
+    trainer: Any, model: Any = None, args: Any = None, *extra_args: Any, **kwargs: Any
+) -> None:
     is_sharded = isinstance(trainer, ShardedTrainer)  # which sets the layout itself
     if is_sharded or getattr(args, "parallel", None) is None:
         _INIT(trainer, model, args, *extra_args, **kwargs)
@@ -656,7 +662,7 @@ def _sharding_trainer_init(trainer: Any, model: Any = None, args: Any = None, *e
     trainer.__class__ = _make_sharded_trainer_class(kind)
     trainer._set_parallel_layout(model, args, None)
     _INIT(trainer, model, args, *extra_args, **kwargs)
-    trainer._shard_after_init()
+    trainer._shard_model_after_init()
 
 
 @cache

@@ -30,7 +30,7 @@ from shardformer.discovery.reduced_model import check_packing_support
 from shardformer.errors import ConfigError, check_minimum_library_version
 from shardformer.integrations.accelerate import Accelerator, unwrap_sharded_model
 from shardformer.integrations.transformers import ShardedTrainer, transformers
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -125,7 +125,7 @@ class ShardedTRLTrainer(ShardedTrainer):
             if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
                 self._check_packing_supported(model)
             super()._shard_model(model)
-        guard_sharded_head_weights(self.sharded_model, type(self))
+        forbid_reading_sharded_head_weights(self.sharded_model, type(self))
 
     def _check_packing_supported(self, model: nn.Module) -> None:
         option = "padding_free=True, which packing sets,"
@@ -167,7 +167,7 @@ class ShardingAccelerator(Accelerator):
             with rebuild_fused_heads(model):
                 policy = self.policy if isinstance(model, self.trained) else None
                 initialize(model, None, parallel=self.config, policy=policy, context=self.context)
-            guard_sharded_head_weights(model, type(self))
+            forbid_reading_sharded_head_weights(model, type(self))
         return super().prepare_model(model, device_placement, evaluation_mode)
 
 
@@ -180,9 +180,9 @@ UNSUPPORTED = {
 """Arguments of TRL's configurations that are not supported -> reason."""
 
 
-def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
+def check_trl_arguments(args: Any, parallel_config: ParallelConfig) -> None:
     """Raise ConfigError if any argument of a TRL config does not work with a sharded model."""
-    if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
+    if getattr(args, "sync_ref_model", False) and parallel_config.effective_zero_stage == 3:
         raise ConfigError(
             f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3.",
             remedy="Use zero_stage=2, or remove sync_ref_model.",
@@ -224,7 +224,7 @@ def patch_gather_over_data(accelerator: Accelerator) -> Iterator[None]:
 
         return undo
 
-    patch = torch_patches.Patch(
+    patch = torch_patches.LibraryPatch(
         "accelerate.utils.gather, gather_object and reduce",
         f"{__name__}.patch_gather_over_data of accelerator {id(accelerator)}",
         "they collect from all processes, even from those that have the same batch",
@@ -245,7 +245,7 @@ def _replace_accelerate_function(function_name: str, old_fn: Callable[..., Any],
 # --- weights that a trainer may not read
 
 
-def guard_sharded_head_weights(model: nn.Module, trainer_class: type) -> None:
+def forbid_reading_sharded_head_weights(model: nn.Module, trainer_class: type) -> None:
     """Make the model's output head raise ConfigError if a trainer reads its sharded weights directly.
 
     Each rank has a slice of the weight. The trainer would use this slice as if it were the full weight.
@@ -254,13 +254,15 @@ def guard_sharded_head_weights(model: nn.Module, trainer_class: type) -> None:
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else find_head()
     for layer in () if head is None else find_sharded_layers(head):
-        properties = {name: property(partial(_read_guarded_weight, name, modules)) for name in layer._parameters}
+        properties = {
+            name: property(partial(_get_weight_unless_read_by_trainer, name, modules)) for name in layer._parameters
+        }
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
-    get_metadata(model).on_adapted(model)  # the checks of the forward pass accept the new class
+    get_sharding_metadata(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
-def _read_guarded_weight(param_name: str, trainer_modules: set[str], layer: nn.Module) -> Any:
+def _get_weight_unless_read_by_trainer(param_name: str, trainer_modules: set[str], layer: nn.Module) -> Any:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__getattr__":  # of a module that wraps the layer
         frame = frame.f_back
@@ -293,7 +295,9 @@ def find_sharded_layers(module: nn.Module) -> list[ParallelModule]:
 def rebuild_fused_heads(model: nn.Module) -> Iterator[None]:
     """Remove TRL's fused heads before the model is sharded, and add them again to the sharded model."""
     fused = {
-        module: vars(module)["forward"] for module in model.modules() if _is_fused_head(vars(module).get("forward"))
+        module: vars(module)["forward"]
+        for module in model.modules()
+        if _is_trl_fused_forward(vars(module).get("forward"))
     }
     for module in fused:
         del module.__dict__["forward"]
@@ -307,7 +311,7 @@ def rebuild_fused_heads(model: nn.Module) -> Iterator[None]:
         module.forward = MethodType(_make_sharded_head_forward(forward.__func__, module), module)
 
 
-def _is_fused_head(forward: Callable[..., Any] | None) -> bool:
+def _is_trl_fused_forward(forward: Callable[..., Any] | None) -> bool:
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
@@ -325,7 +329,9 @@ def _make_sharded_head_forward(fused_forward: FunctionType, model: nn.Module) ->
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(
             apply=partial(
-                compute_token_stats, model.get_output_embeddings, fused_forward.__globals__[FUSED_FUNCTION].apply
+                compute_token_logprobs_and_entropies,
+                model.get_output_embeddings,
+                fused_forward.__globals__[FUSED_FUNCTION].apply,
             )
         ),
         "_use_triton": lambda device: False,  # which would select positions, and gather a sharded sequence for it
@@ -340,9 +346,9 @@ def _make_sharded_head_forward(fused_forward: FunctionType, model: nn.Module) ->
     return copied
 
 
-def compute_token_stats(
-    get_output_head: Any, unsharded_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Tensor | None, labels_T: Tensor,
-    temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
+def compute_token_logprobs_and_entropies(
+    get_output_head_fn: Any, unsharded_fn: Any, hidden_TH: Tensor, weight: Tensor, bias: Tensor | None,
+    labels_T: Tensor, temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
 ) -> Any:  # fmt: skip
     """Compute the label log-probabilities and entropies that TRL's fused head returns, also for a sharded head.
 
@@ -351,11 +357,11 @@ def compute_token_stats(
     if isinstance(hidden_TH, SequenceShardedTensor):
         rows = hidden_TH.rows
         local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
-        found = compute_token_stats(
-            get_output_head, unsharded_fn, *local, temperature, chunk_size, softcap, scale, outputs
+        found = compute_token_logprobs_and_entropies(
+            get_output_head_fn, unsharded_fn, *local, temperature, chunk_size, softcap, scale, outputs
         )
         return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
-    head = get_output_head()
+    head = get_output_head_fn()
     if not find_sharded_layers(head):
         return unsharded_fn(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)

@@ -95,7 +95,7 @@ def attention(
     elif query.is_cuda:  # the memory-efficient kernel computes the gradient of the bias
         out = _fused_attention(query, key, value, _add_mask_to_bias(bias, attention_mask, query), dropout, scale, False)
     else:
-        out = _biased_attention(query, key, value, bias, attention_mask, scale)
+        out = _attention_with_position_bias(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
 
 
@@ -125,7 +125,7 @@ class FusedAttentionMode(TorchFunctionMode):
 
 
 def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    check_attention_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
+    check_no_unsupported_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
     if dropout > 0 and query.device.type == "cpu":
         raise ConfigError(
             f"The fused kernels do not support attention dropout on the CPU, but got dropout={dropout}.",
@@ -133,12 +133,14 @@ def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any])
         )
 
 
-def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], unsupported_names: Sequence[str]) -> None:
+def check_no_unsupported_arguments(
+    caller_name: str, kwargs: Mapping[str, Any], unsupported_names: Sequence[str]
+) -> None:
     """Raise ConfigError if a call has an argument that the fused attention kernels do not support."""
     for name in unsupported_names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
-                f"enable_flash_attention=True does not support the argument {name}, which was passed to {caller}.",
+                f"enable_flash_attention=True does not support the argument {name}, which was passed to {caller_name}.",
                 remedy=f"Call the model without {name}, or set enable_flash_attention=False.",
             )
 
@@ -256,7 +258,7 @@ def _explain_kernel_rejection(attention_fn: Callable[[], Tensor]) -> str | None:
 # --- trainable bias of the scores on the CPU
 
 
-def _biased_attention(
+def _attention_with_position_bias(
     query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor, attention_mask: Tensor | None, scale: float
 ) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
@@ -270,11 +272,11 @@ def _biased_attention(
             query, key, value, _add_mask_to_bias(position_bias, attention_mask, query), 0.0, scale, False
         )
     key, value = _repeat_kv_heads(key, groups), _repeat_kv_heads(value, groups)
-    out: Tensor = _BiasedAttention.apply(query, key, value, position_bias, attention_mask, scale)
+    out: Tensor = _AttentionWithPositionBias.apply(query, key, value, position_bias, attention_mask, scale)
     return out
 
 
-class _BiasedAttention(Function):
+class _AttentionWithPositionBias(Function):
     """Autograd function that computes flash attention on the CPU with a trainable position bias.
 
     The forward pass calls the flash kernel, for a few sequences of the batch at a time if their masks differ. The
@@ -292,7 +294,7 @@ class _BiasedAttention(Function):
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
             return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
         outs = []
-        for chunk in _get_batch_slices(query, key):
+        for chunk in _get_batch_slices_within_score_limit(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
             outs.append(_fused_attention(q, k, v, _add_mask_to_bias(bias_b, mask_b, q), 0.0, scale, False))
@@ -306,7 +308,7 @@ class _BiasedAttention(Function):
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in needed else None for i, t in enumerate((query, key, value, bias))
         ]
-        for chunk in _get_batch_slices(query, key):
+        for chunk in _get_batch_slices_within_score_limit(query, key):
             parts = _slice_batch(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -319,7 +321,7 @@ class _BiasedAttention(Function):
         return (*grads, None, None)
 
 
-def _get_batch_slices(query: Tensor, key: Tensor) -> list[slice]:
+def _get_batch_slices_within_score_limit(query: Tensor, key: Tensor) -> list[slice]:
     """Return slices of the batch that are small enough to compute their attention scores at once."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))

@@ -22,13 +22,13 @@ from shardformer.kernels.attention import (
 from shardformer.kernels.model_specific_attention import (
     SDPA,
     apply_attention_overrides,
+    calls_attention_interface,
     check_attention_overrides,
     find_attention_override,
     get_class_source,
-    has_attention_interface_call,
 )
 from shardformer.module_paths import find_model_configs
-from shardformer.torch_patches import Patch, Undo, install_patch
+from shardformer.torch_patches import LibraryPatch, Undo, install_patch
 
 # without "flash", because transformers treats such names as the flash-attn package and passes packed sequences
 ATTENTION_NAME = "shardformer_sdpa"
@@ -55,7 +55,7 @@ def use_flash_attention(
         ConfigError: if an attention module is not supported. The model is then unchanged.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_flash_attention(model, device)
+    check_flash_attention_is_supported(model, device)
     configs = find_attention_configs(model)
     if configs:
         register_attention(ATTENTION_NAME, attention, None)
@@ -71,9 +71,9 @@ def use_flash_attention(
     return _describe_attention_kernels(model, device)
 
 
-def check_flash_attention(model: nn.Module, device: torch.device) -> None:
+def check_flash_attention_is_supported(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if the fused kernels for a device do not support the attention of a model."""
-    _check_attention_interface(model)
+    _check_attention_is_supported(model)
     check_attention_overrides(model)
     for config in find_attention_configs(model):
         for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
@@ -83,7 +83,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
                     remedy=f"Set {name}={off}, or set enable_flash_attention=False.",
                 )
     if device.type == "cpu":
-        _check_no_dropout(model)
+        _check_no_attention_dropout(model)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if device.type == "cuda" and torch.float64 in dtypes:
         raise ConfigError(
@@ -131,23 +131,23 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     return {
         cls: source
         for cls, source in sources.items()
-        if has_attention_interface_call(source) or ("attention" in cls.__name__.lower() and computes.search(source))
+        if calls_attention_interface(source) or ("attention" in cls.__name__.lower() and computes.search(source))
     }
 
 
-def _check_attention_interface(model: nn.Module) -> None:
+def _check_attention_is_supported(model: nn.Module) -> None:
     classes = find_attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if find_attention_override(cls) is not None or cls.__name__ in SDPA} | switched
     unknown = [
-        cls.__name__ for cls, source in classes.items() if not has_attention_interface_call(source) and cls not in known
+        cls.__name__ for cls, source in classes.items() if not calls_attention_interface(source) and cls not in known
     ]
     opting_out = [m for m in model.modules() if getattr(m, "_supports_sdpa", True) is False]
     without = sorted(
         {
             type(m).__name__
             for m in opting_out
-            if any(map(has_attention_interface_call, find_attention_classes(m).values()))
+            if any(map(calls_attention_interface, find_attention_classes(m).values()))
         }
     )
     if unknown:
@@ -164,7 +164,7 @@ def _check_attention_interface(model: nn.Module) -> None:
     )
 
 
-def _check_no_dropout(model: nn.Module) -> None:
+def _check_no_attention_dropout(model: nn.Module) -> None:
     """Raise ConfigError if attention has dropout, because torch's CPU flash kernel does not support it."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
@@ -184,13 +184,13 @@ def _check_no_dropout(model: nn.Module) -> None:
                 )
 
 
-def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
+def _find_dropout_attributes(module: nn.Module, source_code: str) -> list[str]:
     """Return the names of a module's attributes that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     if (override := find_attention_override(type(module))) is not None:
         return [override.dropout] if override.dropout else []
-    return DROPOUT_OF_CALL.findall(source)
+    return DROPOUT_OF_CALL.findall(source_code)
 
 
 def _format_dropout_settings(config_or_module: Any, rate: float) -> str:
@@ -244,7 +244,7 @@ def register_attention(
 
         return undo
 
-    patch = Patch(
+    patch = LibraryPatch(
         f"transformers.AttentionInterface and AttentionMaskInterface: {attention_name}",
         attention_fn.__module__,
         "adds the attention that a sharded model names in its configuration",

@@ -95,9 +95,9 @@ class FusedLayerNorm(nn.LayerNorm):
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
         """Build a fused layer norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
         _check_no_keyword_arguments(cls, kwargs)
-        shape, eps = _get_normalized_shape(module), _find_eps(module)
+        shape, eps = _get_normalized_shape(module), _find_norm_eps(module)
         if shape is None or eps is None or get_norm_kind(module) != "layer":
-            raise _make_unknown_norm_error(cls, module)
+            raise _make_unsupported_norm_error(cls, module)
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
         _move_norm_parameters(norm, module, ("weight", "bias"))
@@ -124,8 +124,8 @@ class FusedRMSNorm(nn.Module):
         _check_no_keyword_arguments(cls, kwargs)
         kind = get_norm_kind(module)
         if kind is None or kind == "layer":
-            raise _make_unknown_norm_error(cls, module)
-        norm = cls(kind, _find_eps(module))
+            raise _make_unsupported_norm_error(cls, module)
+        norm = cls(kind, _find_norm_eps(module))
         _move_norm_parameters(norm, module, ("weight",))
         return norm
 
@@ -162,14 +162,14 @@ def _move_norm_parameters(target_norm: nn.Module, source_norm: nn.Module, param_
     target_norm.train(source_norm.training)
 
 
-def _find_eps(module: nn.Module) -> float | None:
+def _find_norm_eps(module: nn.Module) -> float | None:
     """Return the epsilon of a norm, from its attributes or from its output for a test input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
-    return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
+    return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_norm_eps(module)
 
 
 @without_fake_tensors()
-def _measure_eps(module: nn.Module) -> float | None:
+def _measure_norm_eps(module: nn.Module) -> float | None:
     """Measure the epsilon of a norm by calling it with a nearly constant input.
 
     Solves y = w (x - mean) / sqrt(variance + eps) for eps. Returns None if this is not a small positive number.
@@ -245,21 +245,21 @@ def _get_norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
     names = [name for name in dir(cls) if not (name.startswith("__") or hasattr(nn.Module, name))]
     shared = {name: value for name in names if not callable(value := getattr(cls, name, None))}
     has_state = getattr(cls.forward, "__closure__", ()) is not None  # a closure, or an object instead of a function
-    if has_state or not all(map(_is_plain_value, (*own.values(), *shared.values()))):
+    if has_state or not all(map(_is_hashable_constant, (*own.values(), *shared.values()))):
         return None
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     return cls.forward, shapes, tuple(sorted(own.items())), tuple(sorted(shared.items()))
 
 
-def _is_plain_value(attribute: object) -> bool:
+def _is_hashable_constant(attribute: object) -> bool:
     return isinstance(attribute, PLAIN_VALUES) or (
-        isinstance(attribute, tuple) and all(map(_is_plain_value, attribute))
+        isinstance(attribute, tuple) and all(map(_is_hashable_constant, attribute))
     )
 
 
 @without_fake_tensors()
 def _identify_norm_kind(module: nn.Module, normalized_shape: tuple[int, ...]) -> str | None:
-    eps = _find_eps(module)
+    eps = _find_norm_eps(module)
     has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
     kinds = ["layer"] if eps is not None else []
     if len(normalized_shape) == 1 and not has_bias:
@@ -303,10 +303,10 @@ def is_elementwise(module: nn.Module) -> bool:
     return changed.shape == (size,) and not changed[1:].any()
 
 
-def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
+def _make_test_input(shape: tuple[int, ...], phase_step: float) -> Tensor:
     """Return a tensor of irregular test values in (-1, 1). The random state is not used."""
     num = torch.Size(shape).numel()
-    return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
+    return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * phase_step).reshape(shape)
 
 
 def _copy_with_test_params(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -339,7 +339,7 @@ def _check_no_keyword_arguments(cls: type[nn.Module], kwargs: dict[str, Any]) ->
         )
 
 
-def _make_unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
+def _make_unsupported_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} cannot replace a {type(module).__name__}, because their outputs differ.",
         remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
@@ -366,7 +366,7 @@ def get_compiled_bias_act_gate(device_type: str) -> Callable[..., Tensor]:
     )
 
 
-class _DeferredBias(Function):
+class _DeferredBiasAdd(Function):
     """Autograd function that computes the gradients of ``x + bias`` but returns x without the bias."""
 
     @staticmethod
@@ -419,13 +419,13 @@ class DeferredActivation(DeferredTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def defer_bias(hidden_states: Tensor, bias: Tensor | None) -> Tensor:
+def defer_bias_add(hidden_states: Tensor, bias: Tensor | None) -> Tensor:
     """Postpone adding a bias to ``hidden_states``, so that the addition can be fused with the next operation."""
     bias = None if bias is None else bias.to(hidden_states.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return hidden_states if bias is None else hidden_states + bias
     return DeferredActivation.from_operands(
         None,
-        hidden_states if bias is None else _DeferredBias.apply(hidden_states, bias),
+        hidden_states if bias is None else _DeferredBiasAdd.apply(hidden_states, bias),
         None if bias is None else bias.detach(),
     )

@@ -22,7 +22,7 @@ from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.kernels.attention import (
     attention,
-    check_attention_arguments,
+    check_no_unsupported_arguments,
 )
 
 # B batch, N local heads, Q and S lengths of queries and keys, D head dim, H hidden, L tokens of a window
@@ -109,7 +109,7 @@ def swinv2_attention(
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
     table = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
     mask = None if attention_mask is None else 2 * attention_mask  # SwinV2SelfAttention adds the mask twice
-    return (_cosine_attention(self, q, k, v, mask, table, self.dropout),)
+    return (_swinv2_cosine_attention(self, q, k, v, mask, table, self.dropout),)
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -121,11 +121,11 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
         qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
     q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-    out: Tensor = self.proj_drop(self.proj(_cosine_attention(self, q, k, v, mask, table, self.attn_drop)))
+    out: Tensor = self.proj_drop(self.proj(_swinv2_cosine_attention(self, q, k, v, mask, table, self.attn_drop)))
     return out
 
 
-def _cosine_attention(
+def _swinv2_cosine_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias_table: Tensor, dropout_layer: Any
 ) -> Tensor:
     """Compute attention within windows from the cosine similarities between queries and keys.
@@ -203,7 +203,7 @@ def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
     if override is None:
         return None
     source = get_class_source(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
-    return None if has_attention_interface_call(source) else override
+    return None if calls_attention_interface(source) else override
 
 
 @functools.cache
@@ -220,11 +220,11 @@ def get_class_source(cls: type) -> str:
     return "\n".join(parts)
 
 
-def has_attention_interface_call(source: str) -> bool:
-    return "get_interface(" in source
+def calls_attention_interface(source_code: str) -> bool:
+    return "get_interface(" in source_code
 
 
-def iter_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
+def iter_attention_overrides(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
         if (override := find_attention_override(type(module))) is not None:
             yield path, module, override
@@ -232,7 +232,7 @@ def iter_modules_to_override(model: nn.Module) -> Iterator[tuple[str, Any, Atten
 
 def check_attention_overrides(model: nn.Module) -> None:
     """Raise ConfigError if a fused replacement does not match the attention method of the model."""
-    for path, module, override in iter_modules_to_override(model):
+    for path, module, override in iter_attention_overrides(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
@@ -260,13 +260,13 @@ def check_attention_overrides(model: nn.Module) -> None:
 
 def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Make a model's attention modules use fused kernels, and yield each method that was replaced."""
-    for path, module, override in list(iter_modules_to_override(model)):
+    for path, module, override in list(iter_attention_overrides(model)):
         if override.method in vars(module):
             continue  # installed before
         setattr(module, override.method, override.function.__get__(module))
-        register_forward_hooks(module, HookOrder.CHECKS, _no_output_attentions_pre_hook, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.CHECKS, _check_no_output_attentions_pre_hook, with_kwargs=True)
         yield f"{path}.{override.method}", override.method, override.function
 
 
-def _no_output_attentions_pre_hook(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])
+def _check_no_output_attentions_pre_hook(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    check_no_unsupported_arguments(type(module).__name__, kwargs, ["output_attentions"])

@@ -60,17 +60,17 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
     return hosts
 
 
-def select_hosts(host_names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
+def select_hosts_by_name(comma_separated_names: str, hostfile_entries: list[HostEntry] | None) -> list[HostEntry]:
     """Return the machines named by the option ``--host``, in the order of the host file if there is one."""
-    wanted = [name.strip() for name in host_names.split(",") if name.strip()]
+    wanted = [name.strip() for name in comma_separated_names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise LaunchError(
-            f"--host must be a list of distinct names, but got {host_names!r}.",
+            f"--host must be a list of distinct names, but got {comma_separated_names!r}.",
             remedy="Pass a list such as node1,node2.",
         )
-    if hosts is None:
+    if hostfile_entries is None:
         return [HostEntry(name) for name in wanted]
-    known = [host.name for host in hosts]
+    known = [host.name for host in hostfile_entries]
     for name in wanted:
         if name not in known:
             suggestion = suggest_similar_names(name, known)
@@ -78,7 +78,7 @@ def select_hosts(host_names: str, hosts: list[HostEntry] | None) -> list[HostEnt
                 f"--host contains the name {name!r}, which is not in the host file.",
                 remedy=f"Add this machine to the host file, or correct the name. {suggestion}",
             )
-    return [host for host in hosts if host.name in wanted]
+    return [host for host in hostfile_entries if host.name in wanted]
 
 
 def find_local_host_index(hosts: Sequence[HostEntry]) -> int:

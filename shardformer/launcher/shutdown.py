@@ -54,14 +54,14 @@ def is_graceful_shutdown_registered(pid: int) -> bool:
     return note is not None and note.exists()
 
 
-def has_shardformer_launcher() -> bool:
+def is_launched_by_shardformer() -> bool:
     """Return whether ``shardformer run`` started this process."""
     return FOLDER in os.environ
 
 
 def is_aborted_by_launcher() -> bool:
     """Return whether the launcher is ending this process because another process failed."""
-    return has_shardformer_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
+    return is_launched_by_shardformer() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
 def _get_shutdown_registration_file(pid: int) -> Path | None:
@@ -86,11 +86,11 @@ STACK_LOCATIONS: dict[int, str] = {}
 
 
 @contextmanager
-def set_shutdown_timeout(args: argparse.Namespace) -> Iterator[None]:
+def set_torchrun_shutdown_timeout(torchrun_args: argparse.Namespace) -> Iterator[None]:
     """Context manager that sets how long torch's launcher waits after a signal before it kills the processes."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    value = getattr(args, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
+    value = getattr(torchrun_args, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
     timeout_s = int(value) if value is not None else None
     plain, signals = PContext.close, 0
     folder = tempfile.mkdtemp(prefix="shardformer-finishing-")
@@ -103,10 +103,10 @@ def set_shutdown_timeout(args: argparse.Namespace) -> Iterator[None]:
         process_context: PContext, death_sig: signal.Signals | None = None, timeout: int = 0
     ) -> None:
         nonlocal signals
-        processes, number = _get_running_processes(process_context), death_sig or signal.SIGTERM
+        processes, number = _get_running_workers(process_context), death_sig or signal.SIGTERM
         pids = [process.pid for process in processes]
         saves = any(map(is_graceful_shutdown_registered, pids))
-        signals += _is_shutting_down_on_signal()
+        signals += _is_launcher_shutting_down_on_signal()
         seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
@@ -129,7 +129,7 @@ def set_shutdown_timeout(args: argparse.Namespace) -> Iterator[None]:
         finally:
             looks.cancel()
             Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
-            _collect_stack_locations(process_context.error_files.values())
+            _collect_current_lines_from_error_files(process_context.error_files.values())
 
     PContext.close = close_with_timeout  # type: ignore[method-assign, assignment]
     try:
@@ -154,9 +154,9 @@ def _print_shutdown_notice(num_processes: int, signum: signal.Signals, timeout_s
     )
 
 
-def _get_running_processes(context: PContext) -> list[Popen[Any]]:
+def _get_running_workers(launcher_context: PContext) -> list[Popen[Any]]:
     """Return the processes of torch's launcher that are still running, as ``subprocess.Popen`` objects."""
-    handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
+    handlers: dict[int, Any] = getattr(launcher_context, "subprocess_handlers", {})
     return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
 
 
@@ -187,22 +187,22 @@ def _signal_processes_and_wait(processes: list[Popen[Any]], signum: signal.Signa
                 raise
 
 
-def _is_shutting_down_on_signal() -> bool:
+def _is_launcher_shutting_down_on_signal() -> bool:
     """Return whether the launcher is shutting down because it received a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
 
 
-def _collect_stack_locations(error_files: Iterable[str]) -> None:
+def _collect_current_lines_from_error_files(error_file_paths: Iterable[str]) -> None:
     STACK_LOCATIONS.clear()  # from an earlier attempt
-    for path in error_files:
+    for path in error_file_paths:
         with suppress(OSError, ValueError, LookupError, TypeError):
             extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
             STACK_LOCATIONS[extra["rank"]] = extra["at"]
 
 
-def get_stack_location_lines() -> list[str]:
+def format_current_lines_by_rank() -> list[str]:
     """List the lines of user code that the ranks were executing, with the ranks at each line."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):

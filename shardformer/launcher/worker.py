@@ -51,7 +51,7 @@ def record_uncaught_exception(
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _format_user_frame(traceback.extract_tb(exc_traceback)),
+                "frame": _format_innermost_user_frame(traceback.extract_tb(exc_traceback)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
         _write_error_file(path, f"{exc_type.__name__}: {exc_value}", extra)
@@ -67,7 +67,7 @@ def record_stack_location() -> None:
 
 def _write_stack_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
-    at = {"at": _format_user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    at = {"at": _format_innermost_user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
@@ -85,7 +85,7 @@ def _get_shardformer_error_parts(exception: BaseException) -> list[str] | None:
     return [type(exception).__name__, exception.what, exception.rule, exception.remedy]
 
 
-def _format_user_frame(stack: traceback.StackSummary) -> str:
+def _format_innermost_user_frame(stack: traceback.StackSummary) -> str:
     """Format the innermost stack frame of user code as a traceback entry, or return "" if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -138,7 +138,7 @@ def install_sigterm_handler() -> None:
     threading.Thread(target=wait_for_sigterm, daemon=True).start()
 
 
-def run_script(script_path: str) -> None:
+def run_script_as_main(script_path: str) -> None:
     """Execute a script as the ``__main__`` module, as ``python script.py`` does."""
     if os.path.isdir(script_path) or not script_path.endswith((".py", ".pyw")):
         sys.path.insert(0, script_path if os.path.isdir(script_path) else os.path.dirname(os.path.abspath(script_path)))
@@ -153,7 +153,7 @@ def run_script(script_path: str) -> None:
     exec(code, main.__dict__)
 
 
-def run_module(module_name: str) -> None:
+def run_module_as_main(module_name: str) -> None:
     """Execute a module as the ``__main__`` module, as ``python -m name`` does."""
     sys.path.insert(0, os.getcwd())
     runpy.run_module(module_name, run_name="__main__", alter_sys=True)
@@ -166,4 +166,4 @@ if __name__ == "__main__":
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
     del sys.path[0]  # the folder of this file, whose modules could hide packages of the same name
-    (run_module if as_module else run_script)(sys.argv[0])
+    (run_module_as_main if as_module else run_script_as_main)(sys.argv[0])

@@ -34,11 +34,11 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 """Attribute that makes bitsandbytes repack a weight in evaluation, round its scales, and stop its gradients."""
 
 
-def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def find_quantized_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the quantized parameters of an unsharded model, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     is_quantized = bool(frozen) and has_quantization_config(model)
-    return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
+    return {name: param for name, param in frozen if _is_quantized_param(param, is_quantized)}
 
 
 def has_quantization_config(model: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def has_quantization_config(model: nn.Module) -> bool:
     return quantizers.count(None) < len(quantizers)
 
 
-def _is_packed(param: nn.Parameter, is_quantized_model: bool) -> bool:
+def _is_quantized_param(param: nn.Parameter, is_quantized_model: bool) -> bool:
     if is_bitsandbytes_object(param):
         return not param.dtype.is_floating_point or bool(getattr(param, "bnb_quantized", False))
     return (is_wrapper_tensor(param) and not is_dtensor(param)) or (
@@ -85,12 +85,12 @@ def get_unpacked_numel(param: Tensor) -> int:
     return prod(param.shape if shape is None else shape)
 
 
-def get_packed_weights_numel(model: nn.Module) -> int:
+def get_quantized_weights_numel(model: nn.Module) -> int:
     """Return the number of quantized weight values in the full, unsharded model."""
-    return sum(module.num_packed_values for module in iter_packed_modules(model))
+    return sum(module.num_packed_values for module in iter_quantized_modules(model))
 
 
-class PackedWeightsMixin:
+class QuantizedWeightsMixin:
     """Mixin for modules that store quantized weights as plain attributes instead of parameters."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -115,9 +115,9 @@ class PackedWeightsMixin:
         return self
 
 
-def unregister_packed_parameters(model: nn.Module) -> int:
+def unregister_quantized_parameters(model: nn.Module) -> int:
     """Turn quantized parameters into plain attributes of their modules, and return their number."""
-    packed = set(map(id, find_packed_weights(model).values()))
+    packed = set(map(id, find_quantized_weights(model).values()))
     count = 0
     for module in model.modules():
         if names := [name for name, param in module._parameters.items() if id(param) in packed]:
@@ -126,19 +126,19 @@ def unregister_packed_parameters(model: nn.Module) -> int:
     return count
 
 
-def store_weights_as_attributes(module: nn.Module, weights: dict[str, Any], full_numel: int | None = None) -> None:
+def store_weights_as_attributes(module: nn.Module, weights: dict[str, Any], unsharded_numel: int | None = None) -> None:
     """Store packed weights as attributes of a module instead of parameters. Changes the class of the module.
 
     Args:
-        full_numel: number of values of the full weights, if ``weights`` are shards.
+        unsharded_numel: number of values of the full weights, if ``weights`` are shards.
     """
     for name in weights:
         module._parameters.pop(name, None)
-    count = sum(map(get_unpacked_numel, weights.values())) if full_numel is None else full_numel
+    count = sum(map(get_unpacked_numel, weights.values())) if unsharded_numel is None else unsharded_numel
     vars(module).update(weights, packed_names=tuple(weights), num_packed_values=count)
     if FAST_CPU_KERNEL in vars(module):
         vars(module)[FAST_CPU_KERNEL] = False
-    add_mixin_classes(module, PackedWeightsMixin)
+    add_mixin_classes(module, QuantizedWeightsMixin)
 
 
 def add_mixin_classes(module: nn.Module, *mixin_classes: type) -> None:
@@ -157,19 +157,19 @@ def _make_mixin_class(mixin_classes: tuple[type, ...], base_class: type) -> Any:
     )
 
 
-def iter_packed_modules(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, PackedWeightsMixin))
+def iter_quantized_modules(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, QuantizedWeightsMixin))
 
 
 def check_quantized_model_has_adapters(model: nn.Module, adapters: object) -> None:
     """Raise ConfigError if a quantized model has no adapters to train."""
     if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
-        check_no_packed_weights(model, "Training")
+        check_no_quantized_weights(model, "Training")
 
 
-def check_no_packed_weights(model: nn.Module, action_name: str) -> None:
+def check_no_quantized_weights(model: nn.Module, action_name: str) -> None:
     """Raise ConfigError if a sharded model has quantized weights, because ``action_name`` does not support them."""
-    if (module := next(iter_packed_modules(model), None)) is not None:
+    if (module := next(iter_quantized_modules(model), None)) is not None:
         raise ConfigError(
             f"{action_name} does not support the quantized {type(module).__name__} layers of this "
             f"{type(model).__name__}.",

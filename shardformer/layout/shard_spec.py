@@ -1,6 +1,7 @@
 """Describe which shard of a tensor each rank stores (``ShardSpec``), and how dims and attention heads are split.
 
-``HeadLayout`` also assigns heads if there are fewer KV heads than ranks, so that several ranks store the same head.
+``AttentionHeadLayout`` also assigns heads if there are fewer KV heads than ranks, so that several ranks store the same
+head.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Coords = Mapping[str, int]  # Axis name -> rank on that axis. Axes of size 1 may
 Axes = tuple[str, ...]
 
 
-def get_even_bounds(num_elements: int, num_ranks: int) -> list[int]:
+def get_even_split_bounds(num_elements: int, num_ranks: int) -> list[int]:
     """Return the boundaries of ``num_ranks`` nearly equal slices: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(num_elements, num_ranks)
     return [r * base + min(r, more) for r in range(num_ranks + 1)]
@@ -60,16 +61,16 @@ class Split:
         cls, size: int, ranks: int, unit: int = 1, *, axes: Axes = ("tensor",), sizes: tuple[int, ...] = ()
     ) -> Split:
         """Split a dimension as evenly as possible in multiples of ``unit``. The first ranks get the remaining units."""
-        parts = tuple(((a * unit, b * unit),) for a, b in pairwise(get_even_bounds(size // unit, ranks)))
+        parts = tuple(((a * unit, b * unit),) for a, b in pairwise(get_even_split_bounds(size // unit, ranks)))
         return cls(parts, axes, sizes)
 
     @classmethod
     def fused(cls, sizes: Sequence[int], ranks: int, unit: int = 1) -> Split:
         """Split each block of a fused dimension, such as q, k and v in one weight, over the ranks."""
-        return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
+        return cls.concat([cls.even(size, ranks, unit) for size in sizes], sizes)
 
     @classmethod
-    def stack(cls, splits: Sequence[Split], dim_sizes: Sequence[int]) -> Split:
+    def concat(cls, splits: Sequence[Split], dim_sizes: Sequence[int]) -> Split:
         """Combine the splits of several dimensions into the split of their concatenation."""
         offsets = [0, *accumulate(dim_sizes)]
         parts = [
@@ -107,7 +108,7 @@ class Split:
         return max([b for part in self.parts for _, b in part], default=0)
 
     @cached_property
-    def holders(self) -> list[tuple[int, int, int]]:
+    def ranges_with_rank_counts(self) -> list[tuple[int, int, int]]:
         """Index ranges and the number of ranks that store each of them, as a list of (start, end, count)."""
         return count_ranks_per_range(self.parts)
 
@@ -118,12 +119,12 @@ class Split:
     @property
     def multiplicity(self) -> tuple[int, ...]:
         """Number of ranks that store each index of the full dimension."""
-        return tuple(count for a, b, count in self.holders for _ in range(a, b))
+        return tuple(count for a, b, count in self.ranges_with_rank_counts for _ in range(a, b))
 
     @property
-    def is_partition(self) -> bool:
+    def stores_each_index_once(self) -> bool:
         """Whether every index is stored by exactly one rank."""
-        return all(count == 1 for *_, count in self.holders)
+        return all(count == 1 for *_, count in self.ranges_with_rank_counts)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class EvenSplit:
     def slices(self, dim_size: int, coords: Coords) -> tuple[Slice, ...]:
         """Return the index ranges that the rank at ``coords`` stores."""
         units = -(-dim_size // self.unit)
-        bounds = [min(b * self.unit, dim_size) for b in get_even_bounds(units, self.ranks)]
+        bounds = [min(b * self.unit, dim_size) for b in get_even_split_bounds(units, self.ranks)]
         rank = _compute_shard_index(self.axes, self.sizes, coords)
         return merge_adjacent_slices([(bounds[rank], bounds[rank + 1])])
 
@@ -157,14 +158,14 @@ class EvenSplit:
 AnySplit = Split | EvenSplit
 
 
-def count_ranks_per_range(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
+def count_ranks_per_range(slices_by_rank: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
     """Return how many shards contain each index range, as tuples (start, end, count).
 
     >>> count_ranks_per_range([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
     """
     changes: dict[int, int] = {0: 0}
-    for part in parts:
+    for part in slices_by_rank:
         for a, b in part:
             if a < b:
                 changes[a], changes[b] = changes.get(a, 0) + 1, changes.get(b, 0) - 1
@@ -253,9 +254,9 @@ class ShardSpec:
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "splits", ordered)
         if ordered:
-            self._check_splits()
+            self._check_splits_match_shape()
 
-    def _check_splits(self) -> None:
+    def _check_splits_match_shape(self) -> None:
         axes = [axis for splits in self.splits.values() for split in splits for axis in split.axes]
         if len(axes) > len(set(axes)):
             twice = next(axis for axis in axes if axes.count(axis) > 1)
@@ -271,7 +272,7 @@ class ShardSpec:
                     f"{self.shape}.",
                     remedy="Pass a split as long as the dimension, for example Split.even(shape[dim], ranks).",
                 )
-            if 0 in [count for *_, count in self._holders[dim]]:
+            if 0 in [count for *_, count in self._ranges_with_rank_counts_by_dim[dim]]:
                 raise ConfigError(
                     f"The split {splits} does not cover all indices of dimension {dim} of a tensor of shape "
                     f"{self.shape}.",
@@ -346,13 +347,13 @@ class ShardSpec:
             box.view_in_full(full_tensor).copy_(box.view_in_local(local_shard))
 
     @cached_property
-    def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
+    def _ranges_with_rank_counts_by_dim(self) -> dict[int, list[tuple[int, int, int]]]:
         """Index ranges of each sharded dimension, with the number of ranks that store each range."""
         holders = {}
         for dim, splits in self.splits.items():
             first = splits[0]
             if len(splits) == 1 and isinstance(first, Split):
-                holders[dim] = first.holders
+                holders[dim] = first.ranges_with_rank_counts
             else:
                 holders[dim] = count_ranks_per_range(
                     [self.get_local_slices(dim, coords) for coords in _list_all_coords(_get_axis_sizes(splits))]
@@ -364,21 +365,25 @@ class ShardSpec:
         """Axes over which a dimension is sharded into overlapping slices."""
         if not self.splits:
             return ()
-        shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]
+        shared = [
+            dim
+            for dim, runs in self._ranges_with_rank_counts_by_dim.items()
+            if max([count for *_, count in runs], default=0) > 1
+        ]
         return tuple(axis for dim in shared for axis in _get_axis_sizes(self.splits[dim]))
 
     @property
-    def is_partition(self) -> bool:
+    def stores_each_element_once(self) -> bool:
         """Whether every element of the tensor is stored in exactly one shard."""
-        return all(count == 1 for runs in self._holders.values() for *_, count in runs)
+        return all(count == 1 for runs in self._ranges_with_rank_counts_by_dim.values() for *_, count in runs)
 
-    def count_copies(self, coords: Coords | None = None) -> Tensor | int:
+    def count_copies_per_element(self, coords: Coords | None = None) -> Tensor | int:
         """Return how many ranks store each element, as a tensor of fp64 counts, or 1 if all are stored once.
 
         The counts broadcast against the shard at ``coords``, or against the full tensor without ``coords``.
         """
         out: Tensor | int = 1
-        for dim, runs in self._holders.items():
+        for dim, runs in self._ranges_with_rank_counts_by_dim.items():
             if all(count == 1 for *_, count in runs):
                 continue
             counts = torch.cat([torch.full((b - a,), float(count), dtype=torch.float64) for a, b, count in runs])
@@ -424,7 +429,7 @@ def _narrow_dims(tensor: Tensor, starts: Offsets, sizes: Offsets) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadLayout:
+class AttentionHeadLayout:
     """Assignment of query heads and KV heads to the tensor-parallel ranks.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
@@ -462,7 +467,7 @@ class HeadLayout:
             )
 
     @cached_property
-    def partition(self) -> HeadLayout:
+    def partition(self) -> AttentionHeadLayout:
         """Layout of the heads in one of the equal ``partitions`` of the module."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
@@ -475,8 +480,8 @@ class HeadLayout:
     def query_head_bounds(self) -> list[int]:
         """Boundaries between the query heads of successive ranks in one partition, as ranks + 1 head indices."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.num_ranks:
-            return [b * self.query_heads_per_kv_head for b in get_even_bounds(kv_heads, self.num_ranks)]
-        return get_even_bounds(self.num_heads // self.partitions, self.num_ranks)
+            return [b * self.query_heads_per_kv_head for b in get_even_split_bounds(kv_heads, self.num_ranks)]
+        return get_even_split_bounds(self.num_heads // self.partitions, self.num_ranks)
 
     def get_num_query_heads(self, rank: int) -> int:
         return self.partitions * len(self._get_query_head_range(rank))
@@ -525,12 +530,12 @@ class HeadLayout:
         stored = [self.get_stored_kv_heads(r) for r in range(self.num_ranks)]
         return self._make_head_split([(h[0], h[-1] + 1) for h in stored], features_per_head)
 
-    def _make_head_split(self, head_ranges: Iterable[tuple[int, int]], features_per_head: int | None) -> Split:
+    def _make_head_split(self, head_ranges_by_rank: Iterable[tuple[int, int]], features_per_head: int | None) -> Split:
         d = features_per_head or self.head_dim
-        partition = Split(tuple(((a * d, b * d),) for a, b in head_ranges))
-        return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
+        partition = Split(tuple(((a * d, b * d),) for a, b in head_ranges_by_rank))
+        return Split.concat([partition] * self.partitions, [partition.full] * self.partitions)
 
-    def get_grouped_projection_split(self, has_queries: bool, num_features: int) -> Split:
+    def get_kv_grouped_projection_split(self, has_queries: bool, num_features: int) -> Split:
         """Return how to split a fused qkv or kv projection that groups its features by KV head.
 
         Args:
@@ -555,7 +560,7 @@ class HeadLayout:
             parts.append(tuple(own))
         return Split(tuple(parts))
 
-    def get_parameter_split(
+    def get_param_splits(
         self, param_path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]
     ) -> dict[int, Split]:
         """Return the splits of a parameter that the policy lists in ``local_attrs``, by dimension."""
@@ -580,7 +585,7 @@ class HeadLayout:
             )
         return {dims[0]: split}
 
-    def get_local_attr_values(self, rank: int) -> dict[str, int]:
+    def get_local_head_and_feature_counts(self, rank: int) -> dict[str, int]:
         """Return the local number of heads, KV heads, groups and features of a rank, by name."""
         heads, kv_heads = self.get_num_query_heads(rank), self.get_num_used_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}

@@ -27,7 +27,7 @@ from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_export_guard import disable_pickling, guard_state_dict_shards
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.torch_compat import get_storage_id, has_data, is_compiled_wrapper, is_wrapper_tensor
+from shardformer.torch_compat import get_storage_id, has_real_data, is_torch_compile_wrapper, is_wrapper_tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MemoryRange:
             span = 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
         begin = int(tensor.storage_offset()) * tensor.element_size()
         view = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        address = tensor.untyped_storage().data_ptr() if has_data(tensor) and not is_wrapper_tensor(tensor) else 0
+        address = tensor.untyped_storage().data_ptr() if has_real_data(tensor) and not is_wrapper_tensor(tensor) else 0
         return cls(address or get_storage_id(tensor), begin, begin + span * tensor.element_size(), view)
 
 
@@ -71,7 +71,9 @@ def group_overlapping_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> li
     return [group for group in groups if len(group) > 1]
 
 
-def find_parameter_view(model: nn.Module, named_params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
+def find_view_and_parameter_names(
+    model: nn.Module, named_params: Collection[tuple[str, Tensor]]
+) -> tuple[str, str] | None:
     """Find a buffer or attribute that shares memory with a parameter. Return both names, or None."""
     known = {id(x) for _, x in named_params}
     views = [(name, x) for name, x in _iter_buffers_and_attributes(model) if id(x) not in known]
@@ -203,7 +205,7 @@ class GradientOwner(Protocol):
     def describe(self) -> str: ...
 
 
-class ParameterOwner(Protocol):
+class ParameterShardingOptimizer(Protocol):
     """Protocol for an optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
     ``gather_group_of_param`` makes a full parameter available until the next call, and ``free_gathered_params`` frees
@@ -226,18 +228,18 @@ class ConsistencyMonitorProtocol(Protocol):
     rounds_of_stages: int
     """Number of batches that the pipeline stages have stepped, as of the latest batch."""
 
-    def count_stepped_batches(self, is_frozen: bool) -> int: ...
+    def count_batches_with_optimizer_step(self, is_stage_frozen: bool) -> int: ...
     def hash_optimizer_options(self) -> int: ...
-    def hash_inputs(self, inputs: Collection[Any]) -> int: ...
-    def encode_rank_state(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
-    def check_gathered_rank_states(
-        self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()
+    def hash_forward_inputs(self, forward_inputs: Collection[Any]) -> int: ...
+    def encode_training_state_as_ints(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
+    def check_gathered_states_match(
+        self, states_by_rank: Sequence[Sequence[int]], axis: Axis, forward_inputs: Collection[Any] = ()
     ) -> None: ...
     def compute_state_hash_bits(self, axis: Axis) -> list[float]: ...
-    def check_reduced_hash_bits(self, sums: Tensor, axis: Axis) -> None: ...
+    def check_all_reduced_hash_signs(self, sums: Tensor, axis: Axis) -> None: ...
 
 
-class RegionHook(Protocol):
+class ActivationRegionHook(Protocol):
     """Protocol for a hook that shards or gathers activations between two parts of a model."""
 
     def reset_after_error(self) -> None: ...
@@ -257,18 +259,22 @@ class ShardingMetadata:
     replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
     notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
     reducers: list[GradientReducerProtocol] = field(default_factory=list)  # gradient reducers
-    region_hooks: list[RegionHook] = field(default_factory=list)  # regions in which ranks have different activations
+    region_hooks: list[ActivationRegionHook] = field(
+        default_factory=list
+    )  # regions in which ranks have different activations
     unproven: Mapping[str, str] = field(default_factory=dict)  # forward argument -> why it was not validated
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None  # checks forward arguments
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)  # axes of a model written with parallel layers
     number: int = 0  # index of the model in the order in which this process sharded or copied models
     gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients, or None if ``param.grad`` does
-    parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters, or None if the model does
+    parameter_owner: ParameterShardingOptimizer | None = (
+        None  # optimizer that stores the parameters, or None if the model does
+    )
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
     layer_stacks: tuple[str, ...] = ()  # paths of the stacks of layers
     compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.LayerStackCompiler``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks, or None without one
-    adapters: Any = None  # names of PEFT's adapters on all stages (``AdapterNameMap``), or None without adapters
+    adapters: Any = None  # names of PEFT's adapters on all stages (``AdapterTensorNameMap``), or None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegionFinder``)
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
@@ -296,7 +302,7 @@ class ShardingMetadata:
     def record_replacement(self, replaced_path: str, replaced: Any, replacement: Any, kind: str = "module") -> None:
         """Record that a module, attribute or method was replaced."""
         self.replacements.append(
-            ReplacementRecord(replaced_path, _get_replaced_name(replaced), _get_replaced_name(replacement), kind)
+            ReplacementRecord(replaced_path, _get_display_name(replaced), _get_display_name(replacement), kind)
         )
 
     def get_entries_by_param_id(self) -> dict[int, ParamEntry]:
@@ -392,7 +398,7 @@ def _register_metadata(metadata: ShardingMetadata) -> None:
             _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, metadata)], this)
 
 
-def _get_replaced_name(replaced: Any) -> str:
+def _get_display_name(replaced: Any) -> str:
     if isinstance(replaced, nn.Module):
         return type(replaced).__name__
     return replaced if isinstance(replaced, str) else getattr(replaced, "__name__", repr(replaced))
@@ -404,13 +410,13 @@ def check_is_module(model: object) -> None:
     check_argument("model", model, isinstance(model, nn.Module), rule, "Pass the model that shard_model returned")
 
 
-def get_metadata(model: nn.Module) -> ShardingMetadata:
+def get_sharding_metadata(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a sharded model, or raise ConfigError if the model is not sharded."""
     check_is_module(model)
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if isinstance(state, ShardingMetadata):
         return state
-    if is_compiled_wrapper(model):
+    if is_torch_compile_wrapper(model):
         raise ConfigError(
             f"This {type(model).__name__} is the result of torch.compile, not a sharded model.",
             remedy="Pass the model itself, or compile it with model.compile().",
@@ -421,7 +427,7 @@ def get_metadata(model: nn.Module) -> ShardingMetadata:
     )
 
 
-def get_sharded_module(model: nn.Module, metadata: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
+def get_sharded_module_and_prefix(model: nn.Module, metadata: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
     """Return the sharded module inside ``model``, and the prefix of its parameter names in ``model``.
 
     The module is ``model`` itself, or the model inside a wrapper that shares its metadata (a ``PeftModel``).
@@ -429,7 +435,7 @@ def get_sharded_module(model: nn.Module, metadata: ShardingMetadata | None = Non
     Args:
         metadata: metadata of the sharded module. By default, the metadata of ``model``.
     """
-    metadata = metadata or get_metadata(model)
+    metadata = metadata or get_sharding_metadata(model)
     inside = (
         (module, f"{path}.")
         for path, module in model.named_modules()
@@ -449,7 +455,7 @@ def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
         id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata)
     }
     if not sharded_models:
-        return _build_metadata_from_layers(model)
+        return _build_metadata_from_parallel_layers(model)
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
@@ -468,7 +474,7 @@ def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
                 yield f"{path}.{name}".lstrip("."), param, spec
 
 
-def _build_metadata_from_layers(model: nn.Module) -> ShardingMetadata:
+def _build_metadata_from_parallel_layers(model: nn.Module) -> ShardingMetadata:
     specs = {id(param): spec for _, param, spec in named_sharded_parameters(model)}
     axes = {axis.name: axis for m in model.modules() if isinstance(axis := m.__dict__.get("axis"), Axis)}
     entries = []

@@ -28,16 +28,16 @@ from torch import Tensor
 from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCollective, PeerCollectiveStatus, RankGroups, Transport, Work
+from shardformer.mesh.transport import CollectiveAnnouncement, PeerCollectiveStatus, RankGroups, Transport, Work
 from shardformer.torch_compat import (
     FakeCopyMode,
     FakeTensorMode,
     TorchDispatchMode,
-    has_data,
+    has_real_data,
     storage_id,
     tree_leaves,
 )
-from shardformer.torch_patches import Patch, Undo, temporary_patch
+from shardformer.torch_patches import LibraryPatch, Undo, temporary_patch
 
 
 def make_fake_context(
@@ -58,11 +58,11 @@ def make_fake_context(
         device: device of the rank; default: the CPU.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    world = FakeWorld(RankGrid.from_sizes(sizes).get_rank_at(coords or {}), backend)
+    world = FakeDistributedWorld(RankGrid.from_sizes(sizes).get_rank_at(coords or {}), backend)
     return ParallelContext.from_sizes(sizes, coords, world=world, device=device)
 
 
-class FakeWorld:
+class FakeDistributedWorld:
     """Simulated world of ranks in which only one rank exists. Collectives return the values of that rank."""
 
     store = thread = None
@@ -80,7 +80,7 @@ class FakeTransport:
 
     group = None
 
-    def __init__(self, world: FakeWorld, group_size: int) -> None:
+    def __init__(self, world: FakeDistributedWorld, group_size: int) -> None:
         self.world, self._size = world, group_size
 
     def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
@@ -89,10 +89,10 @@ class FakeTransport:
     def has_serialized_sends(self, device: torch.device) -> bool:
         return self.world.backend == "nccl"
 
-    def _no_op(self, *args: Any, **kwargs: Any) -> Work:
+    def _return_completed_work(self, *args: Any, **kwargs: Any) -> Work:
         return DeferredWork(None)
 
-    all_reduce = all_gather = reduce_scatter = send = receive = _no_op
+    all_reduce = all_gather = reduce_scatter = send = receive = _return_completed_work
 
     def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
         return ()
@@ -110,7 +110,7 @@ class FakeTransport:
         return [[1] * len(local_ints)] * self._size  # constant, so that the traces of all ranks are equal
 
     def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
-        return PeerCollectiveStatus([AnnouncedCollective(call_name, not wait)] * self._size)
+        return PeerCollectiveStatus([CollectiveAnnouncement(call_name, not wait)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -170,13 +170,13 @@ def enable_fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any
         yield to_fake
 
 
-class _ThreadTraceCount(threading.local):
+class _ActiveTraceCount(threading.local):
     traces = 0
 
 
-_THREAD = _ThreadTraceCount()
+_THREAD = _ActiveTraceCount()
 """``traces`` is the number of active ``_disable_attention_mask_creation`` blocks of this thread."""
-MASK_PATCH = Patch(
+MASK_PATCH = LibraryPatch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
     "while one rank is traced under fake tensors: a batch without values needs no mask",
@@ -203,7 +203,7 @@ def _patch_attention_mask_creation() -> Undo:
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
 
     def make_attention_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        has_values = attention_mask is None or has_data(attention_mask)
+        has_values = attention_mask is None or has_real_data(attention_mask)
         if _THREAD.traces and not has_values and make(*args, attention_mask=None, **kwargs) is None:
             return None  # no mask is needed except for padding
         return make(*args, attention_mask=attention_mask, **kwargs)

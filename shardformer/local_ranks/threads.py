@@ -18,7 +18,7 @@ from torch import Tensor
 from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import AnnouncedCollective, PeerCollectiveStatus, RankGroups, Transport, Work
+from shardformer.mesh.transport import CollectiveAnnouncement, PeerCollectiveStatus, RankGroups, Transport, Work
 from shardformer.random_state import RandomStates, get_rng_states, set_rng_states
 
 EXCHANGE = 0
@@ -92,7 +92,7 @@ class Mailbox:
 
     def wait_for_messages(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
         """Wait for the values of ``keys``, and return the keys whose values did not arrive before the timeout."""
-        with self._release_turn(), self._changed:
+        with self._release_turn_lock_while_waiting(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
                 self._changed.notify_all()
@@ -105,7 +105,7 @@ class Mailbox:
             return self._find_missing_keys(keys)
 
     @contextmanager
-    def _release_turn(self) -> Iterator[None]:
+    def _release_turn_lock_while_waiting(self) -> Iterator[None]:
         if self.turn is not None:
             self.turn.release()
         try:
@@ -114,10 +114,10 @@ class Mailbox:
             if self.turn is not None:
                 self.turn.acquire()
 
-    def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
+    def wait_for_and_get_messages(self, waiting_rank: int, keys: Sequence[MessageKey]) -> list[Any]:
         """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
-        if absent := self.wait_for_messages(rank, keys, self.timeout_s):
-            raise self._make_waiting_error(rank, absent)
+        if absent := self.wait_for_messages(waiting_rank, keys, self.timeout_s):
+            raise self._make_missing_message_error(waiting_rank, absent)
         with self._changed:
             values = []
             for key in keys:
@@ -135,15 +135,15 @@ class Mailbox:
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
         return has_all_ranks and all(map(self._find_missing_keys, self._waiting.values()))
 
-    def _make_waiting_error(self, rank: int, missing_keys: Sequence[MessageKey]) -> WorkerError:
+    def _make_missing_message_error(self, waiting_rank: int, missing_keys: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
-            states = [_describe_wait(rank, missing_keys)]
+            states = [_describe_wait(waiting_rank, missing_keys)]
             for other in range(self._size):
                 if other in self._ended:
                     states.append(f"rank {other} has ended")
                 elif other in self._waiting:
                     states.append(_describe_wait(other, self._find_missing_keys(self._waiting[other])))
-                elif other != rank:
+                elif other != waiting_rank:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
             f"The ranks cannot complete a collective: {'; '.join(states)}.",
@@ -195,17 +195,17 @@ class ThreadTransport:
         return False
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        parts = self._all_gather_values("all_reduce", _clone_tensor(tensor))
+        parts = self._all_gather_values_async("all_reduce", _clone_tensor(tensor))
         return DeferredWork(
             lambda: tensor.copy_(_sum_tensors(parts()) if op == "sum" else torch.stack(parts()).amax(0))
         )
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
-        parts = self._all_gather_values("all_gather", _clone_tensor(input_tensor))
+        parts = self._all_gather_values_async("all_gather", _clone_tensor(input_tensor))
         return DeferredWork(lambda: output_tensor.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
-        parts = self._all_gather_values("reduce_scatter", _clone_tensor(input_tensor))
+        parts = self._all_gather_values_async("reduce_scatter", _clone_tensor(input_tensor))
         rank, size = self._line.index(self._me), len(self._line)
         return DeferredWork(lambda: output_tensor.copy_(_sum_tensors(parts()).chunk(size)[rank]))
 
@@ -223,7 +223,7 @@ class ThreadTransport:
         key = self._make_next_message_key(self._line[src], self._me, tag)
 
         def copy_received_tensor() -> None:
-            (value,) = self.world.mailbox.get(self._me, [key])
+            (value,) = self.world.mailbox.wait_for_and_get_messages(self._me, [key])
             assert value.dtype == recv_buffer.dtype, f"received {value.dtype}, expected {recv_buffer.dtype}"
             recv_buffer.copy_(value.view(recv_buffer.shape))
 
@@ -231,18 +231,18 @@ class ThreadTransport:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         is_source = self._line[src] == self._me
-        values = self._all_gather_values("broadcast", _clone_tensor(tensor) if is_source else None)()
+        values = self._all_gather_values_async("broadcast", _clone_tensor(tensor) if is_source else None)()
         with torch.no_grad():
             tensor.copy_(values[src])
 
     def broadcast_object(self, local_object: Any, src: int) -> Any:
-        return self._all_gather_values("broadcast_object", local_object)()[src]
+        return self._all_gather_values_async("broadcast_object", local_object)()[src]
 
     def all_gather_objects(self, local_object: Any) -> list[Any]:
-        return self._all_gather_values("all_gather_objects", local_object)()
+        return self._all_gather_values_async("all_gather_objects", local_object)()
 
     def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
-        return self._all_gather_values("all_gather_ints", list(local_ints))()
+        return self._all_gather_values_async("all_gather_ints", list(local_ints))()
 
     def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
         self._counts["calls"] += 1
@@ -251,7 +251,7 @@ class ThreadTransport:
         index = self._line.index(self._me)
         mailbox = self.world.mailbox
         mailbox.remove(before[index])
-        mailbox.put(keys[index], AnnouncedCollective(call_name, not wait), len(keys))
+        mailbox.put(keys[index], CollectiveAnnouncement(call_name, not wait), len(keys))
         if not wait:
             return PeerCollectiveStatus()
         mailbox.wait_for_messages(self._me, keys, mailbox.timeout_s)
@@ -260,12 +260,12 @@ class ThreadTransport:
             announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
         )
 
-    def _all_gather_values(self, operation: str, local_value: Any) -> Callable[[], list[Any]]:
+    def _all_gather_values_async(self, operation_name: str, local_value: Any) -> Callable[[], list[Any]]:
         """Share ``local_value`` with all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
-        keys = self._make_message_keys(operation, self._counts["meeting"])
+        keys = self._make_message_keys(operation_name, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], local_value, len(keys))
-        return lambda: self.world.mailbox.get(self._me, keys)
+        return lambda: self.world.mailbox.wait_for_and_get_messages(self._me, keys)
 
     def _make_message_keys(self, operation: str, call_id: Hashable) -> list[MessageKey]:
         return [MessageKey(operation, (self._channel, call_id), rank) for rank in self._line]
@@ -340,7 +340,7 @@ def run_as_threads(
     pipe: int = 1,
     sequence: int = 1,
     timeout_s: float = TIMEOUT_S,
-    in_turn: bool = False,
+    one_at_a_time: bool = False,
 ) -> list[ThreadResult]:
     """Run ``fn`` once for each rank of a mesh, in one thread per rank, and return the results in rank order.
 
@@ -349,8 +349,8 @@ def run_as_threads(
 
     Args:
         timeout_s: maximum time that a rank waits for another rank.
-        in_turn: run one rank at a time until it waits for another, each with its own random states of torch, NumPy and
-            Python. All ranks start from the same states.
+        one_at_a_time: run one rank at a time until it waits for another, each with its own random states of torch,
+            NumPy and Python. All ranks start from the same states.
 
     Raises:
         WorkerError: a rank waits for one that has ended, waits for something else, or does not arrive within
@@ -359,7 +359,7 @@ def run_as_threads(
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = RankGrid.from_sizes(sizes)
-    turn = TurnLock() if in_turn else None
+    turn = TurnLock() if one_at_a_time else None
     mailbox = Mailbox(len(grid.ranks), timeout_s, turn)
     results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
@@ -381,11 +381,13 @@ def run_as_threads(
         while thread.is_alive() and not mailbox.has_failure_timed_out():
             thread.join(1.0)
     if errors:  # the original error takes precedence over its consequences on other ranks
-        raise min(sorted(errors.items()), key=lambda numbered: _is_caused_by_peer(numbered[1]))[1]
+        raise min(sorted(errors.items()), key=lambda numbered: _is_caused_by_failed_peer(numbered[1]))[1]
     return [results[rank] for rank in grid.ranks]
 
 
-def _is_caused_by_peer(exception: BaseException | None) -> bool:
+def _is_caused_by_failed_peer(exception: BaseException | None) -> bool:
     if exception is None:
         return False
-    return isinstance(exception, PeerFailedError) or _is_caused_by_peer(exception.__cause__ or exception.__context__)
+    return isinstance(exception, PeerFailedError) or _is_caused_by_failed_peer(
+        exception.__cause__ or exception.__context__
+    )

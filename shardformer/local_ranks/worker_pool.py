@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardformer.errors import ConfigError, LaunchError, WorkerError, check_int
 from shardformer.local_ranks import worker_process
-from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, RemoteReply, RemoteRequest
+from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, WorkerReply, WorkerRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ class WorkerPool:
             WorkerError: a worker died, exceeded ``timeout_s``, or raised any other error.
             ConfigError: ``fn`` or its arguments cannot be pickled.
         """
-        return self._run_calls(fn, [RemoteCall.from_function(fn, args, kwargs)] * self.num_workers)
+        return self._run_on_all_workers(fn, [RemoteCall.from_function(fn, args, kwargs)] * self.num_workers)
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
@@ -122,7 +122,7 @@ class WorkerPool:
     def _start_worker(self, rank: int) -> WorkerHandle:
         return WorkerHandle(rank, _get_fork_server_context(self._imports), self._threads)
 
-    def _run_calls(self, fn: Callable[..., R], remote_calls: Sequence[RemoteCall | None]) -> list[R]:
+    def _run_on_all_workers(self, fn: Callable[..., R], remote_calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
             raise LaunchError("run() was called on a closed WorkerPool.", remedy="Create a new WorkerPool.")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
@@ -139,24 +139,24 @@ class WorkerPool:
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill_workers()
             raise
-        _raise_shared_error(name, replies)
+        _raise_if_all_ranks_failed(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_process_group(self) -> None:
         before, self._group_address = self._group_address, ProcessGroupAddress()
         name = "the start of the group"
         call = RemoteCall.from_function(
-            worker_process.join_process_group, (self._group_address.store, self._imports), {}
+            worker_process.import_modules_and_join_process_group, (self._group_address.store, self._imports), {}
         )
         try:
-            _raise_shared_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
+            _raise_if_all_ranks_failed(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
             if before:
                 before.close()
 
     def _call_workers(
         self, fn_name: str, remote_calls: Sequence[RemoteCall | None], timeout_s: float
-    ) -> list[RemoteReply]:
+    ) -> list[WorkerReply]:
         """Send each worker its function call and return the replies. Raises WorkerError if some ranks fail."""
         assert self._group_address is not None
         env = {
@@ -167,8 +167,8 @@ class WorkerPool:
         }
         for worker, call in zip(self._workers, remote_calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
-            worker.send_request(RemoteRequest(call, tuple(sys.path), {**env, **own}))
-        replies, dead = self._receive_replies(timeout_s)
+            worker.send_request(WorkerRequest(call, tuple(sys.path), {**env, **own}))
+        replies, dead = self._receive_replies_and_find_dead_ranks(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
         is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
@@ -185,8 +185,8 @@ class WorkerPool:
         ]
         raise _make_worker_error(fn_name, outcomes)
 
-    def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
-        replies: dict[int, RemoteReply] = {}
+    def _receive_replies_and_find_dead_ranks(self, timeout_s: float) -> tuple[dict[int, WorkerReply], set[int]]:
+        replies: dict[int, WorkerReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
         while waiting := [w for w in self._workers if w.rank not in replies and w.rank not in dead]:
@@ -251,23 +251,23 @@ class WorkerHandle:
         """
         return self.process.is_alive() and not self.calls.poll()
 
-    def send_request(self, request: RemoteRequest) -> None:
+    def send_request(self, request: WorkerRequest) -> None:
         try:
             self.calls.send_bytes(pickle.dumps(request))
         except OSError:
             pass  # the worker is dead, which waiting for its reply detects
 
-    def receive_reply(self) -> RemoteReply | None:
+    def receive_reply(self) -> WorkerReply | None:
         try:
-            return cast(RemoteReply, pickle.loads(self.calls.recv_bytes()))
+            return cast(WorkerReply, pickle.loads(self.calls.recv_bytes()))
         except (EOFError, OSError):
             return None
 
-    def read_stack_trace(self, wait_s: float) -> str:
+    def read_stack_trace(self, timeout_s: float) -> str:
         """Return the stack trace of the worker's current call, innermost frame first, or "" if it sends none."""
         text = b""
-        while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
-            text, wait_s = text + part, 0.1
+        while connection.wait([self._stack], timeout_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
+            text, timeout_s = text + part, 0.1
         for thread in text.decode(errors="replace").split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith("  File ")]
             ours = [i for i, frame in enumerate(frames) if f'"{worker_process.__file__}"' in frame]
@@ -290,7 +290,7 @@ class WorkerHandle:
         self._stack.close()
 
 
-def _get_fork_server_context(module_names: Sequence[str]) -> BaseContext:
+def _get_fork_server_context(modules_to_preload: Sequence[str]) -> BaseContext:
     """Return a multiprocessing context that starts workers quickly, because its fork server has imported torch.
 
     The server also imports the transformers models that the parent has imported, if they are few.
@@ -300,14 +300,14 @@ def _get_fork_server_context(module_names: Sequence[str]) -> BaseContext:
     models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     context = get_context("forkserver")
     preloaded = models if len(models) <= MOST_PRELOADED else []
-    context.set_forkserver_preload(["torch", worker_process.__name__, *module_names, *preloaded])
+    context.set_forkserver_preload(["torch", worker_process.__name__, *modules_to_preload, *preloaded])
     return context
 
 
-def start_fork_server(module_names: Sequence[str]) -> None:
+def start_fork_server(modules_to_preload: Sequence[str]) -> None:
     """Start the fork server for worker processes in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
-        _get_fork_server_context(module_names)
+        _get_fork_server_context(modules_to_preload)
         forkserver.ensure_running()
 
 
@@ -346,7 +346,7 @@ class _RankFailure:
     details: str
 
 
-def _raise_shared_error(fn_name: str, replies: Sequence[RemoteReply]) -> None:
+def _raise_if_all_ranks_failed(fn_name: str, replies: Sequence[WorkerReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _make_worker_error(
@@ -438,7 +438,7 @@ def notebook_launcher(
     with warnings.catch_warnings(), _ForkedPool(num_processes, partial(function, *args), timeout_s) as pool:
         # notebook kernels have threads that the forked process does not use
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-        return pool.call_function()
+        return pool.call_inherited_function()
 
 
 class _ForkedPool(WorkerPool):
@@ -448,8 +448,8 @@ class _ForkedPool(WorkerPool):
         super().__init__(num_workers, timeout_s=timeout_s)
         self._function = fn
 
-    def call_function(self) -> list[Any]:
-        return self._run_calls(self._function.func, [None] * self.num_workers)  # type: ignore[attr-defined]
+    def call_inherited_function(self) -> list[Any]:
+        return self._run_on_all_workers(self._function.func, [None] * self.num_workers)  # type: ignore[attr-defined]
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         # libgomp hangs in a forked process that uses several threads, so the pool's number of threads stays 1

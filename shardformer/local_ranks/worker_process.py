@@ -57,7 +57,7 @@ class RemoteCall:
 
 
 @dataclass(frozen=True)
-class RemoteRequest:
+class WorkerRequest:
     """Request from the parent to a worker: a function call, the import path, and the rank's environment variables.
 
     ``call`` is None for the function that a forked worker inherited from its parent.
@@ -78,7 +78,7 @@ class RemoteFailure:
 
 
 @dataclass(frozen=True)
-class RemoteReply:
+class WorkerReply:
     """Reply of a worker to a function call, with the pickled result or the failure of the call."""
 
     result: bytes
@@ -128,7 +128,7 @@ def serve_calls(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack_trace_pipe.fileno())
     faulthandler.register(signal.SIGUSR1, stack_trace_pipe.fileno())
-    threading.Thread(target=_exit_with_parent, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=_exit_when_parent_exits, name="end-with-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment at its own start
     if sys.platform == "linux":
@@ -136,7 +136,7 @@ def serve_calls(
     home = dict(os.environ)
     while True:
         try:
-            request: RemoteRequest = pickle.loads(call_pipe.recv_bytes())
+            request: WorkerRequest = pickle.loads(call_pipe.recv_bytes())
         except EOFError:
             destroy_process_group()
             return
@@ -148,7 +148,7 @@ def serve_calls(
         del request
 
 
-def join_process_group(store_path: str, module_names: Sequence[str]) -> None:
+def import_modules_and_join_process_group(store_path: str, module_names: Sequence[str]) -> None:
     """Import modules, then recreate torch's default process group with a file store at ``store_path``."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
@@ -161,7 +161,7 @@ def join_process_group(store_path: str, module_names: Sequence[str]) -> None:
     gc.freeze()  # excludes imported modules from later garbage collections
 
 
-def _exit_with_parent() -> None:
+def _exit_when_parent_exits() -> None:
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -179,7 +179,7 @@ def _reset_process_state(env: Mapping[str, str], import_path: Sequence[str], num
     seed_all_generators(0)
 
 
-def _execute_call(remote_call: RemoteCall | None, inherited_fn: Callable[[], Any] | None) -> RemoteReply:
+def _execute_call(remote_call: RemoteCall | None, inherited_fn: Callable[[], Any] | None) -> WorkerReply:
     world = dist.group.WORLD
     try:
         for name, file in remote_call.sources.items() if remote_call else ():
@@ -189,13 +189,13 @@ def _execute_call(remote_call: RemoteCall | None, inherited_fn: Callable[[], Any
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
         _SourceRecordingPickler(buffer).dump(result)
-        return RemoteReply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
+        return WorkerReply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
     except BaseException as error:  # includes SystemExit and pytest's skip
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
         own = error if isinstance(error, ShardFormerError) and _is_picklable(error) else None
         message = str(error).strip().split("\n", 1)[0]
-        return RemoteReply(
+        return WorkerReply(
             b"",
             RemoteFailure(f"{type(error).__name__}: {message}" if message else type(error).__name__, text, own),
             True,
@@ -215,7 +215,7 @@ def _import_module(module_name: str, source_file: str) -> None:
         spec = importlib.util.spec_from_file_location(module_name, source_file)
         if spec is None or spec.loader is None:
             return  # not a Python file: unpickling raises an error
-        _create_namespace_packages(module_name, source_file)
+        _create_parent_packages(module_name, source_file)
         sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[module_name])
@@ -224,7 +224,7 @@ def _import_module(module_name: str, source_file: str) -> None:
             raise
 
 
-def _create_namespace_packages(module_name: str, source_file: str) -> None:
+def _create_parent_packages(module_name: str, source_file: str) -> None:
     """Create parent packages for a module that was imported from a file, so that pickle can find it."""
     packages = module_name.split(".")[:-1]
     folder = os.path.dirname(source_file)

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.mesh.rank_failures import MonitoredWork, ReceiveWork
-from shardformer.torch_compat import Store, count_collectives_by_group, get_group_name
+from shardformer.torch_compat import Store, count_gloo_collectives_by_group, get_group_name
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ def _is_blocked_by(report: RankWaitReport, peer_report: RankWaitReport) -> bool:
     return peer_report.begun.get(report.group, 0 if is_sent else report.number) < report.number
 
 
-def format_deadlock_error(awaited_ranks: Mapping[int, int], reports_by_rank: Mapping[int, RankWaitReport]) -> str:
+def format_deadlock_error(
+    awaited_rank_by_rank: Mapping[int, int], reports_by_rank: Mapping[int, RankWaitReport]
+) -> str:
     """Format the error message for a deadlock."""
     shown = [
         f"rank {r} waits in {reports_by_rank[r].place} for rank {other}"
-        for r, other in sorted(awaited_ranks.items())[:8]
+        for r, other in sorted(awaited_rank_by_rank.items())[:8]
     ]
     return (
         f"Deadlock: the ranks wait for each other: {'; '.join(shown)}. All ranks must make the same collective calls "
@@ -186,7 +188,7 @@ class DeadlockMonitor:
             return int(self._store.add(QUESTION, 1))
         return 0
 
-    def find_blocked_ranks(self, ranks: Collection[int], min_request_number: int) -> dict[int, str]:
+    def describe_blocked_ranks(self, ranks: Collection[int], min_request_number: int) -> dict[int, str]:
         """Return a description of the status of each rank that has ended or waits for other ranks.
 
         Args:
@@ -215,7 +217,7 @@ class DeadlockMonitor:
         while not self._ends.wait(LOOK_EVERY_S):
             try:
                 now = time.monotonic()
-                self._report_if_requested(now)
+                self._publish_report_if_requested(now)
                 self._exit_if_deadlocked(now)
             except RuntimeError:  # the process with the store has exited
                 return
@@ -225,7 +227,7 @@ class DeadlockMonitor:
             with suppress(RuntimeError):
                 self._store.set(_get_report_store_key(self._rank), ENDED)
 
-    def _report_if_requested(self, now: float) -> None:
+    def _publish_report_if_requested(self, now: float) -> None:
         request = self._store.add(QUESTION, 0)
         if request == self._answered:
             if now > self._answered_at + FORGOTTEN_AFTER_S:
@@ -252,25 +254,25 @@ class DeadlockMonitor:
             return
         waited = now - self._watched_since
         if waited >= BLOCKED_AFTER_S and self._store.check([DEADLOCK]):  # another rank found it
-            self._exit_if_own_rank_in(json.loads(self._store.get(DEADLOCK)))
+            self._exit_if_own_rank_deadlocked(json.loads(self._store.get(DEADLOCK)))
         if waited < WATCH_AFTER_S:
             return
         stored = self._read_stored_reports(range(dist.get_world_size())) if self._asked else {}
         reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
         found = find_deadlocked_ranks(reports, BLOCKED_AFTER_S)
         if self._rank in found:
-            self._exit_if_own_rank_in(list(found), format_deadlock_error(found, reports))
+            self._exit_if_own_rank_deadlocked(list(found), format_deadlock_error(found, reports))
         if now > self._ask_at:
             self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
     def _get_communication_counts(self) -> dict[str, int]:
-        found = count_collectives_by_group()
+        found = count_gloo_collectives_by_group()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
                 found |= transport.get_message_counts()
         return found
 
-    def _exit_if_own_rank_in(self, deadlocked_ranks: Collection[int], message: str = "") -> None:
+    def _exit_if_own_rank_deadlocked(self, deadlocked_ranks: Collection[int], message: str = "") -> None:
         """Exit this process if its rank is in ``deadlocked_ranks``. The first of these processes prints the message.
 
         All of them exit together: if one exits earlier, gloo may leave the others waiting.
@@ -324,12 +326,12 @@ def _build_wait_report(
     blocking_frame: FrameType,
     awaited_transfer: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds_waited: float,
-    started_counts: dict[str, int],
+    communication_counts: dict[str, int],
 ) -> RankWaitReport:
-    place = _format_user_code_line(blocking_frame)
+    place = _format_innermost_user_line(blocking_frame)
     name = "" if awaited_transfer is None else get_group_name(awaited_transfer[0])
-    if awaited_transfer is None or name not in started_counts:
-        return RankWaitReport(seconds_waited, place, begun=started_counts)
+    if awaited_transfer is None or name not in communication_counts:
+        return RankWaitReport(seconds_waited, place, begun=communication_counts)
     group, number, what = awaited_transfer
     if isinstance(what, int):
         assert number is not None
@@ -340,15 +342,21 @@ def _build_wait_report(
             [number],
             what + 1,
             "receive",
-            started_counts,
+            communication_counts,
         )
     ranks = dist.get_process_group_ranks(group)
     return RankWaitReport(
-        seconds_waited, place, name, ranks, started_counts[name] if number is None else number, what, started_counts
+        seconds_waited,
+        place,
+        name,
+        ranks,
+        communication_counts[name] if number is None else number,
+        what,
+        communication_counts,
     )
 
 
-def _format_user_code_line(frame: FrameType) -> str:
+def _format_innermost_user_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:

@@ -66,7 +66,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
     Raises LaunchError if neither of them has set its variables.
     """
-    _set_env_from_slurm()
+    _set_torchrun_env_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
@@ -78,7 +78,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _select_network_interface()
+    _select_gloo_network_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout, store = timedelta(seconds=timeout_s), _create_store_after_restart(timedelta(seconds=timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -94,8 +94,8 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 def _report_missing_ranks(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
     """Raise LostPeerError with the missing ranks if not all processes connect inside the ``with`` block."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    advice = STARTED if _uses_agent_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
-    rendezvous = Rendezvous(host, port, rank, world_size, "rank", _get_restart_count(), advice)
+    advice = STARTED if _uses_torchelastic_agent_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
+    rendezvous = Rendezvous(host, port, rank, world_size, "rank", _get_torchelastic_restart_count(), advice)
     try:
         with rendezvous.report_missing_processes():
             yield
@@ -109,15 +109,15 @@ def _report_missing_ranks(rank: int, world_size: int, timeout_s: float) -> Itera
         ) from error
 
 
-def _uses_agent_store() -> bool:
+def _uses_torchelastic_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _get_restart_count() -> str:
+def _get_torchelastic_restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _select_network_interface() -> None:
+def _select_gloo_network_interface() -> None:
     """Select the network interface that gloo uses, if the job runs on several hosts.
 
     gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
@@ -158,8 +158,8 @@ def _create_store_after_restart(timeout: timedelta) -> Store | None:
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
     """
-    attempt = _get_restart_count()
-    if attempt == "0" or not _uses_agent_store():
+    attempt = _get_torchelastic_restart_count()
+    if attempt == "0" or not _uses_torchelastic_agent_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
@@ -205,7 +205,7 @@ def _is_other_thread_running() -> bool:
     return False
 
 
-def get_launcher_env_variable() -> str | None:
+def get_launcher_env_variable_name() -> str | None:
     """Return the name of an environment variable that a launcher has set, or None without a launcher.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
@@ -223,7 +223,7 @@ def get_num_slurm_tasks() -> int:
     return int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
 
 
-def _set_env_from_slurm() -> None:
+def _set_torchrun_env_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or not get_num_slurm_tasks():
         return
@@ -292,7 +292,7 @@ def launch_from_torch(
         _set_torch_seed(settings.get("seed") if seed is None else seed)
         return {name: count_ranks_on_axis(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
-    context = ParallelContext.from_world(resolve_axis_sizes)
+    context = ParallelContext.from_default_process_group(resolve_axis_sizes)
     context = reshape_tensor_axis(reshape_sequence_axis(context, sizes["sequence"]), sizes["tensor"])
     _warn_if_tensor_axis_crosses_hosts(context)
     return context

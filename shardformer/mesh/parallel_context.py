@@ -29,7 +29,7 @@ from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceiveWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.transport import (
     NO_TRANSPORT,
-    AnnouncedCollective,
+    CollectiveAnnouncement,
     CollectiveLog,
     PeerCollectiveStatus,
     RankGroups,
@@ -40,8 +40,8 @@ from shardformer.mesh.transport import (
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.torch_compat import (
     Store,
-    get_collective_count,
     get_default_store,
+    get_gloo_collective_count,
     get_group_name,
     has_exact_collective_count,
 )
@@ -222,18 +222,18 @@ class ProcessGroupTransport:
             self.broadcast(host, src)
             tensor.data.copy_(host)
             return
-        with self.peers.report_lost_peer("a broadcast"):
+        with self.peers.convert_to_lost_peer_error("a broadcast"):
             dist.broadcast(tensor, src=self._ranks[src], group=self.group)
 
     def broadcast_object(self, local_object: Any, src: int) -> Any:
         box = [local_object]
-        with self.peers.report_lost_peer("a broadcast"):
+        with self.peers.convert_to_lost_peer_error("a broadcast"):
             dist.broadcast_object_list(box, src=self._ranks[src], group=self.group)
         return box[0]
 
     def all_gather_objects(self, local_object: Any) -> list[Any]:
         out: list[Any] = [None] * len(self._ranks)
-        with self.peers.report_lost_peer("a gather of objects"):
+        with self.peers.convert_to_lost_peer_error("a gather of objects"):
             dist.all_gather_object(out, local_object, group=self.group)
         return out
 
@@ -280,7 +280,9 @@ class ProcessGroupTransport:
             if now > ask_at:
                 request, ask_at = deadlock_monitor.request_reports(), now + ASK_EVERY_S
                 first_request = first_request or request
-            missing = deadlock_monitor.find_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            missing = (
+                deadlock_monitor.describe_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            )
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{group_name}/failed/{call_number}", "")
@@ -290,7 +292,7 @@ class ProcessGroupTransport:
 
     def _get_announced_collectives(
         self, store: Any, group_name: str, call_number: int
-    ) -> list[AnnouncedCollective | None]:
+    ) -> list[CollectiveAnnouncement | None]:
         """Return each rank's collective call with the number ``call_number``, or None if it made no such call.
 
         A rank with a higher number has made this call too, unless the call failed.
@@ -300,18 +302,20 @@ class ProcessGroupTransport:
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        own = AnnouncedCollective(*json.loads(found[self._rank])[1:])
-        announced: list[AnnouncedCollective | None] = []
+        own = CollectiveAnnouncement(*json.loads(found[self._rank])[1:])
+        announced: list[CollectiveAnnouncement | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > call_number and not store.check([f"{group_name}/failed/{call_number}"])
-            announced.append(own if is_past else AnnouncedCollective(call, is_step) if count == call_number else None)
+            announced.append(
+                own if is_past else CollectiveAnnouncement(call, is_step) if count == call_number else None
+            )
         return announced
 
     def _monitor_work(self, work: dist.Work | None, description: str, peer_index: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
-            joined = self.group, get_collective_count(self.group), description.partition(" ")[2].replace("-", "_")
+            joined = self.group, get_gloo_collective_count(self.group), description.partition(" ")[2].replace("-", "_")
         return MonitoredWork(work, self.peers, description, peer_index, joined)
 
 
@@ -547,7 +551,7 @@ class ParallelContext:
         return cls(grid, rank, axes, device or get_local_device(), world, None, tensor.traffic, by_lines)
 
     @classmethod
-    def from_world(
+    def from_default_process_group(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
         """Build the context of this process from all processes of torch's default process group.
@@ -574,22 +578,22 @@ class ParallelContext:
                 context._create_axis(name, grid.get_rank_groups(name), transport)
         return context._add_axes(AXES)
 
-    def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
+    def flatten(self, *names: str, only_coords: Mapping[str, Sequence[int]] | None = None) -> Axis:
         """Return one axis that combines several mesh axes. Axes of size 1 are ignored.
 
         The ranks are in mesh order. All processes must call this method in the same order, because it may create
         process groups.
 
         Args:
-            only: axis -> coordinates that take part. On other processes, the axis has size 1.
+            only_coords: axis -> coordinates that take part. On other processes, the axis has size 1.
 
         Raises:
             ConfigError: the axes overlap, such as a mesh axis and part of its view.
         """
         wide = [name for name in names if self.axis(name).size > 1]
-        if only is None and len(wide) <= 1:
+        if only_coords is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        rank_groups = self.grid.get_rank_groups(*wide, only=only)
+        rank_groups = self.grid.get_rank_groups(*wide, only_coords=only_coords)
         return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:

@@ -49,7 +49,7 @@ class PeerRanks:
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
     @contextmanager
-    def report_lost_peer(self, operation: str, peer_index: int | None = None) -> Iterator[None]:
+    def convert_to_lost_peer_error(self, operation: str, peer_index: int | None = None) -> Iterator[None]:
         """Convert torch's errors about lost connections to a LostPeerError that identifies the lost rank.
 
         Args:
@@ -112,7 +112,7 @@ class MonitoredWork:
         )
 
     def wait(self) -> bool:
-        with self._peers.report_lost_peer(self._what, self._peer):
+        with self._peers.convert_to_lost_peer_error(self._what, self._peer):
             return self._work.wait()
 
     def is_completed(self) -> bool:
@@ -188,7 +188,7 @@ class Rendezvous:
     def report_missing_processes(self) -> Iterator[None]:
         """Print which processes have not connected while the ``with`` block waits for them."""
         is_complete = threading.Event()
-        report = self._print_missing_processes if self.index == 0 else self._print_if_host_unreachable
+        report = self._print_missing_processes_after_delay if self.index == 0 else self._print_if_host_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
@@ -212,14 +212,14 @@ class Rendezvous:
                 return f"{self.process_kind}{'s' if len(absent) > 1 else ''} {shown} of {self.num_processes}"
         return ""
 
-    def _print_missing_processes(self, all_connected: threading.Event) -> None:
+    def _print_missing_processes_after_delay(self, all_connected: threading.Event) -> None:
         if all_connected.wait(MARK_AFTER_S):
             return
-        if self._get_connection_error() is None:  # the store exists already if the launchers have connected
+        if self._try_connect() is None:  # the store exists already if the launchers have connected
             self._mark_as_connected()
         if all_connected.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
-        if (error := self._get_connection_error()) is not None:
+        if (error := self._try_connect()) is not None:
             self._print_connection_error(error)
             return
         self._mark_as_connected()
@@ -232,7 +232,7 @@ class Rendezvous:
         if all_connected.wait(MARK_AFTER_S):
             return
         end = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
-        while (error := self._get_connection_error()) is not None:
+        while (error := self._try_connect()) is not None:
             if time.monotonic() >= end:
                 self._print_connection_error(error)
                 return
@@ -255,7 +255,7 @@ class Rendezvous:
         name = f"{self.process_kind} {self.index} ({platform.node()})"
         print(f"shardformer: {name} {message}.", file=sys.stderr, flush=True)
 
-    def _get_connection_error(self) -> OSError | None:
+    def _try_connect(self) -> OSError | None:
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
                 return None

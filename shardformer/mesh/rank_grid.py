@@ -99,11 +99,11 @@ class RankGrid:
             )
         return self.ranks[place]
 
-    def get_rank_groups(self, *axis_names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
+    def get_rank_groups(self, *axis_names: str, only_coords: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
         """Return the groups of ranks that communicate along the axes ``axis_names``.
 
         Args:
-            only: axis -> coordinates that take part; ranks at other coordinates are in no group.
+            only_coords: axis -> coordinates that take part; ranks at other coordinates are in no group.
 
         Raises:
             ConfigError: the names overlap, such as an axis with part of its view, or two views of one axis.
@@ -112,37 +112,37 @@ class RankGrid:
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
             at = self._index_to_coords(place)
-            if all(at[name] in allowed for name, allowed in (only or {}).items()):
+            if all(at[name] in allowed for name, allowed in (only_coords or {}).items()):
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
-    def with_reshaped_axes(self, reshaped_axes: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Return a copy of the grid with new axes that reshape the axes ``reshaped_axes``.
+    def with_reshaped_axes(self, source_axes: Sequence[str], new_axis_sizes: Mapping[str, int]) -> RankGrid:
+        """Return a copy of the grid with new axes that reshape the axes ``source_axes``.
 
         Raises ConfigError if names or sizes do not fit.
         """
-        self.check_axis_names(*reshaped_axes)
-        size = prod(self.sizes.get(name, 1) for name in reshaped_axes)
-        if not reshaped_axes or list(reshaped_axes) != [name for name in self.sizes if name in reshaped_axes]:
+        self.check_axis_names(*source_axes)
+        size = prod(self.sizes.get(name, 1) for name in source_axes)
+        if not source_axes or list(source_axes) != [name for name in self.sizes if name in source_axes]:
             raise ConfigError(
-                f"The axes {list(reshaped_axes)} cannot be reshaped into new axes.",
+                f"The axes {list(source_axes)} cannot be reshaped into new axes.",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order.",
             )
-        if used := [name for name in sizes if name in self.axis_names]:
+        if used := [name for name in new_axis_sizes if name in self.axis_names]:
             raise ConfigError(
                 f"The mesh already has an axis named {used[0]!r}.",
                 remedy=f"Use a name other than {', '.join(self.axis_names)}.",
             )
-        for name, n in sizes.items():
+        for name, n in new_axis_sizes.items():
             check_axis_size(name, n)
-        if prod(sizes.values()) != size or not sizes:
-            reshaped = _format_size_product({name: self.sizes[name] for name in reshaped_axes})
-            new = _format_size_product(sizes) or dict(sizes)
+        if prod(new_axis_sizes.values()) != size or not new_axis_sizes:
+            reshaped = _format_size_product({name: self.sizes[name] for name in source_axes})
+            new = _format_size_product(new_axis_sizes) or dict(new_axis_sizes)
             raise ConfigError(
                 f"The new axes {new} must have as many ranks in total as {reshaped}.",
                 remedy=f"Use sizes whose product is {size}.",
             )
-        return replace(self, views=(*self.views, ReshapedAxesView(tuple(reshaped_axes), dict(sizes))))
+        return replace(self, views=(*self.views, ReshapedAxesView(tuple(source_axes), dict(new_axis_sizes))))
 
     def crosses_hosts(self, ranks: Sequence[int]) -> bool | None:
         """Return whether the ranks in ``ranks`` are on more than one host, or None if their hosts are unknown."""
@@ -176,11 +176,11 @@ def check_axis_size(axis_name: str, size: object) -> None:
     check_int(axis_name, size, unit="ranks")
 
 
-def _unravel_rank_index(index: int, sizes: Mapping[str, int]) -> dict[str, int]:
+def _unravel_rank_index(flat_index: int, axis_sizes: Mapping[str, int]) -> dict[str, int]:
     out = {}
-    for name in reversed(list(sizes)):
-        index, out[name] = divmod(index, sizes[name])
-    return {name: out[name] for name in sizes}
+    for name in reversed(list(axis_sizes)):
+        flat_index, out[name] = divmod(flat_index, axis_sizes[name])
+    return {name: out[name] for name in axis_sizes}
 
 
 AxisSizes = Mapping[str, int | None]

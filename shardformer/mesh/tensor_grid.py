@@ -60,7 +60,7 @@ class TensorGrid:
         return {axis.name: axis.rank for axis in (self.row, self.column, self.depth)}
 
     @property
-    def batch_divisor(self) -> int:
+    def batch_size_divisor(self) -> int:
         """Number by which the padded batch size must be divisible."""
         return lcm(self.batch.size, self.core.size)
 

@@ -32,14 +32,14 @@ WIRE_FACTOR = {
 }  # fmt: skip
 
 
-class CallSite(NamedTuple):
+class CollectiveCallSite(NamedTuple):
     """Location of a collective: the module and the pipeline action that started it. Unknown parts are empty."""
 
     module: str = ""
     action: str = ""
 
 
-NO_CALL_SITE = CallSite()
+NO_CALL_SITE = CollectiveCallSite()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CollectiveRecord:
     ranks: int
     payload_bytes: int
     purpose: str
-    where: CallSite = NO_CALL_SITE
+    where: CollectiveCallSite = NO_CALL_SITE
 
     @property
     def wire_bytes(self) -> int:
@@ -76,14 +76,14 @@ class CollectiveLog:
     Args:
         calls: collectives in the order of their start. Only the sender logs a message.
         events: starts and waits in order, including those of receives.
-        where: current call site, set by ``set_call_site``.
+        where: current call site, set by ``temporarily_set_call_site``.
         steps: number of optimizer steps, for error messages.
     """
 
     enabled: bool = False
     calls: list[CollectiveRecord] = field(default_factory=list)
     events: list[CollectiveEvent] = field(default_factory=list)
-    where: CallSite = NO_CALL_SITE
+    where: CollectiveCallSite = NO_CALL_SITE
     steps: int = 0
 
     def record_start(self, record: CollectiveRecord) -> Callable[[], None]:
@@ -94,10 +94,15 @@ class CollectiveLog:
         return lambda: self.events.append(CollectiveEvent("wait", record)) if self.enabled else None
 
     @contextmanager
-    def set_call_site(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
+    def temporarily_set_call_site(
+        self, *, module_path: str | None = None, pipeline_action: str | None = None
+    ) -> Iterator[None]:
         """Record the module path or pipeline action for all collectives that start in the ``with`` block."""
         before = self.where
-        self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
+        self.where = CollectiveCallSite(
+            before.module if module_path is None else module_path,
+            before.action if pipeline_action is None else pipeline_action,
+        )
         try:
             yield
         finally:
@@ -117,7 +122,7 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class AnnouncedCollective(NamedTuple):
+class CollectiveAnnouncement(NamedTuple):
     """Announcement of one rank to the others that it has reached a collective call."""
 
     call_name: str
@@ -132,7 +137,7 @@ class PeerCollectiveStatus(NamedTuple):
         missing: global rank -> status of a rank that did not arrive.
     """
 
-    calls: Sequence[AnnouncedCollective | None] = ()
+    calls: Sequence[CollectiveAnnouncement | None] = ()
     missing: Mapping[int, str] = MappingProxyType({})
 
 

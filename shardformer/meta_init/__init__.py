@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.meta_init.lazy_init import LazyInit as LazyInit
     from shardformer.meta_init.lazy_init import materialize as materialize
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

@@ -46,7 +46,7 @@ class DeferredStorage:
 
 
 @dataclass(frozen=True)
-class DeferredTensorView:
+class DeferredInitTensorView:
     """A placeholder for a meta tensor in the arguments of recorded operations."""
 
     deferred: DeferredStorage
@@ -66,10 +66,10 @@ class RecordedInitStep:
     """A recorded tensor operation, with links to the operations that computed its inputs."""
 
     func: Callable[..., Any]  # a torch operator or a ``SafetensorsTensorReader``
-    args: tuple[Any, ...]  # each tensor without values is a ``DeferredTensorView``
+    args: tuple[Any, ...]  # each tensor without values is a ``DeferredInitTensorView``
     kwargs: dict[str, Any]
     output_views: tuple[
-        DeferredTensorView | None, ...
+        DeferredInitTensorView | None, ...
     ] = ()  # output views, or None for an output that is not a new tensor
     input_steps: tuple[RecordedInitStep, ...] = ()  # the steps that wrote the inputs
     rng_state: Tensor | None = None  # generator state before the operation, if it draws random numbers
@@ -78,7 +78,9 @@ class RecordedInitStep:
     def get_deferred_storages(self) -> list[DeferredStorage]:
         """Return all lazily built storages that this operation reads or writes."""
         views = [
-            x for x in tree_flatten((self.args, self.kwargs, self.output_views))[0] if isinstance(x, DeferredTensorView)
+            x
+            for x in tree_flatten((self.args, self.kwargs, self.output_views))[0]
+            if isinstance(x, DeferredInitTensorView)
         ]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
@@ -104,16 +106,16 @@ def drop_init_recipe(tensor: Tensor) -> None:
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
-def get_deferred_view(tensor: Tensor) -> DeferredTensorView:
+def get_deferred_view(tensor: Tensor) -> DeferredInitTensorView:
     """Return the placeholder for a lazily built tensor in recorded operations."""
     deferred = get_deferred_storage(tensor)
     assert deferred is not None
-    return DeferredTensorView(
+    return DeferredInitTensorView(
         deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     )
 
 
-def get_init_recipe(deferred_storage: DeferredStorage) -> list[RecordedInitStep]:
+def get_recorded_init_steps(deferred_storage: DeferredStorage) -> list[RecordedInitStep]:
     """Return the recorded operations that compute the values of a storage, in order."""
     found: dict[int, RecordedInitStep] = {}
     waiting = [deferred_storage.writer_step] if deferred_storage.writer_step is not None else []
@@ -125,9 +127,9 @@ def get_init_recipe(deferred_storage: DeferredStorage) -> list[RecordedInitStep]
     return [found[number] for number in sorted(found)]
 
 
-def run_init_recipe(deferred_storage: DeferredStorage) -> UntypedStorage:
+def materialize_deferred_storage(deferred_storage: DeferredStorage) -> UntypedStorage:
     """Compute the values of a storage on the CPU by running its recorded operations."""
-    steps = get_init_recipe(deferred_storage)
+    steps = get_recorded_init_steps(deferred_storage)
     uses = Counter(id(p) for step in steps for p in step.get_deferred_storages())
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
@@ -146,7 +148,7 @@ def run_init_recipe(deferred_storage: DeferredStorage) -> UntypedStorage:
 def compute_deferred_values(tensor: Tensor) -> Tensor:
     """Compute the values of a lazily built tensor, and return them as a CPU tensor."""
     view = get_deferred_view(tensor)
-    return view.to_tensor(run_init_recipe(view.deferred))
+    return view.to_tensor(materialize_deferred_storage(view.deferred))
 
 
 def run_init_step(step: RecordedInitStep, storage_by_deferred_id: dict[int, UntypedStorage]) -> None:
@@ -157,7 +159,7 @@ def run_init_step(step: RecordedInitStep, storage_by_deferred_id: dict[int, Unty
     """
 
     def materialize_if_deferred(argument: Any) -> Any:
-        if isinstance(argument, DeferredTensorView):
+        if isinstance(argument, DeferredInitTensorView):
             if id(argument.deferred) not in storage_by_deferred_id:  # will be overwritten, or was never written
                 storage_by_deferred_id[id(argument.deferred)] = _allocate_storage(argument.deferred)
             return argument.to_tensor(storage_by_deferred_id[id(argument.deferred)])
@@ -193,7 +195,7 @@ def _allocate_storage(deferred_storage: DeferredStorage) -> UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _convert_to_recorded_layout(result: Tensor, recorded_view: DeferredTensorView) -> UntypedStorage:
+def _convert_to_recorded_layout(result: Tensor, recorded_view: DeferredInitTensorView) -> UntypedStorage:
     """Return the storage of a result, after converting it to the recorded strides and dtype."""
     if (result.stride(), result.storage_offset(), result.dtype) == (
         recorded_view.stride,
@@ -208,7 +210,7 @@ def _convert_to_recorded_layout(result: Tensor, recorded_view: DeferredTensorVie
 
 def iter_random_init_steps(deferred_storage: DeferredStorage) -> Iterator[RecordedInitStep]:
     """Iterate over the recorded operations of a storage that draw random numbers."""
-    return (step for step in get_init_recipe(deferred_storage) if step.rng_state is not None)
+    return (step for step in get_recorded_init_steps(deferred_storage) if step.rng_state is not None)
 
 
 def fingerprint_init_recipe(deferred_storage: DeferredStorage) -> str:
@@ -217,7 +219,7 @@ def fingerprint_init_recipe(deferred_storage: DeferredStorage) -> str:
     numbers: dict[int, int] = {}
 
     def format_leaf(leaf: Any) -> str:
-        if isinstance(leaf, DeferredTensorView):
+        if isinstance(leaf, DeferredInitTensorView):
             number = numbers.setdefault(id(leaf.deferred), len(numbers))
             return f"{number} {leaf.dtype} {leaf.size} {leaf.stride} {leaf.offset}"
         if isinstance(leaf, Tensor):
@@ -227,7 +229,7 @@ def fingerprint_init_recipe(deferred_storage: DeferredStorage) -> str:
             )
         return str(leaf)
 
-    for step in get_init_recipe(deferred_storage):
+    for step in get_recorded_init_steps(deferred_storage):
         leaves, shape = tree_flatten((step.args, step.kwargs, step.output_views))
         digest.update(f"{step.func} {[format_leaf(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])

@@ -19,13 +19,13 @@ from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_is_module
 from shardformer.meta_init import init_recipe
 from shardformer.meta_init.init_recipe import (
+    DeferredInitTensorView,
     DeferredStorage,
-    DeferredTensorView,
     RecordedInitStep,
     attach_deferred_storage,
     get_deferred_storage,
     get_deferred_view,
-    run_init_recipe,
+    materialize_deferred_storage,
 )
 from shardformer.meta_init.safetensors_source import find_weight_files
 from shardformer.module_paths import named_params_and_buffers
@@ -38,7 +38,7 @@ from shardformer.torch_compat import (
     tree_map,
     tree_map_only,
 )
-from shardformer.torch_patches import Patch, install_patch
+from shardformer.torch_patches import LibraryPatch, install_patch
 
 aten = torch.ops.aten
 
@@ -115,28 +115,28 @@ class InitRecorderMode(TorchDispatchMode):
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not any(get_deferred_storage(x) for x in tensors):
-            if self.creates_lazily and func in FACTORIES and _is_float_factory_call(func, args, kwargs):
+            if self.creates_lazily and func in FACTORIES and _creates_float_tensor(func, args, kwargs):
                 return self._create_deferred_tensors(func, args, dict(kwargs))
             if (
                 self.creates_lazily
                 and func is aten.empty_like.default
                 and args[0].is_meta
-                and not _is_on_meta_device(kwargs)
+                and not _requests_meta_device(kwargs)
             ):
                 like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
                 return self.__torch_dispatch__(aten.empty.memory_format, types, (list(args[0].shape),), like)
             return func(*args, **kwargs)
-        if _is_on_meta_device(kwargs):
+        if _requests_meta_device(kwargs):
             return func(*args, **kwargs)
         written = _get_mutated_tensors(func, args, kwargs)
         if any(x.is_meta and get_deferred_storage(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
                 init_recipe.drop_init_recipe(x)
-            return func(*_move_to_meta(args), **_move_to_meta(kwargs))
+            return func(*_move_tensors_to_meta(args), **_move_tensors_to_meta(kwargs))
         if any(get_deferred_storage(x) is None for x in written):  # writes to a tensor with values
             return func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
         try:
-            result = func(*_move_to_meta(args), **_replace_device_kwarg("meta", _move_to_meta(kwargs)))
+            result = func(*_move_tensors_to_meta(args), **_replace_device_kwarg("meta", _move_tensors_to_meta(kwargs)))
         except RuntimeError:  # the result depends on values, or the call is invalid and raises below
             result_with_values = func(*_materialize_arguments(args), **_materialize_arguments(kwargs))
             if not written:
@@ -174,7 +174,7 @@ class InitRecorderMode(TorchDispatchMode):
             init_recipe.attach_deferred_storage(x)
         if not new and not mutated_tensors:
             return  # a view, or a query that needs no values
-        if func in SLICING_OPS and (steps := _make_slice_before_cast_step(func, args, kwargs, result)):
+        if func in SLICING_OPS and (steps := _make_slice_then_cast_step(func, args, kwargs, result)):
             get_deferred_view(result).deferred.writer_step = steps
             return
         step = RecordedInitStep(
@@ -186,7 +186,7 @@ class InitRecorderMode(TorchDispatchMode):
             step.rng_state = torch.get_rng_state() if generator is None else generator.get_state()
             step.kwargs.pop("generator", None)
         overwritten = _find_overwritten_storage(func, mutated_tensors)
-        step.input_steps = _get_writer_steps(p for p in step.get_deferred_storages() if p is not overwritten)
+        step.input_steps = _get_last_writer_steps(p for p in step.get_deferred_storages() if p is not overwritten)
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
         for x in (*mutated_tensors, *new):
@@ -245,7 +245,7 @@ class _ActiveLazyInitParams(threading.local):
 _ACTIVE = _ActiveLazyInitParams()
 # The hook stays installed after the block: torch keeps these hooks in one dict, which all threads iterate while they
 # build models. Adding or removing a hook in one thread raises "mutated during iteration" in another.
-REGISTRATION_PATCH = Patch(
+REGISTRATION_PATCH = LibraryPatch(
     "torch.nn.Module: global hook of register_parameter()",
     "shardformer.meta_init.lazy_init",
     "LazyInit records the parameters of modules",
@@ -264,18 +264,18 @@ class LazyInitFromPretrained(LazyInit):
     allows_meta = True
 
 
-def _is_float_factory_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _creates_float_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is aten.full.default and kwargs.get("dtype") is None:
         return isinstance(args[1], float)
     dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return dtype.is_floating_point
 
 
-def _make_slice_before_cast_step(
+def _make_slice_then_cast_step(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
 ) -> RecordedInitStep | None:
     """Cast a slice of a tensor instead of slicing the cast tensor, so that no full-size copy is allocated."""
-    sources: list[DeferredTensorView] = []
+    sources: list[DeferredInitTensorView] = []
 
     def to_cast_source(argument: Any) -> Any:
         view = (
@@ -283,10 +283,10 @@ def _make_slice_before_cast_step(
             if isinstance(argument, Tensor) and get_deferred_storage(argument) is not None
             else None
         )
-        source = _get_cast_source_view(view) if view is not None else None
+        source = _get_view_before_cast(view) if view is not None else None
         if view is None or source is None:
             return argument
-        sources.append(DeferredTensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
+        sources.append(DeferredInitTensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
         return sources[-1]
 
     new_args = tree_map(to_cast_source, args)
@@ -295,24 +295,26 @@ def _make_slice_before_cast_step(
         return None
     out, dtype = get_deferred_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
-    part = DeferredTensorView(storage, dtype, out.size, out.stride, 0)
-    slice_step = RecordedInitStep(func, new_args, kwargs, (part,), _get_writer_steps(view.deferred for view in sources))
+    part = DeferredInitTensorView(storage, dtype, out.size, out.stride, 0)
+    slice_step = RecordedInitStep(
+        func, new_args, kwargs, (part,), _get_last_writer_steps(view.deferred for view in sources)
+    )
     return RecordedInitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
 
 
-def _get_cast_source_view(cast_view: DeferredTensorView) -> DeferredTensorView | None:
+def _get_view_before_cast(cast_view: DeferredInitTensorView) -> DeferredInitTensorView | None:
     """Return the tensor that was cast to create ``cast_view``, or None if either tensor was modified after the cast."""
     cast = cast_view.deferred.writer_step
     if cast is None or cast.func is not aten._to_copy.default:
         return None
     source, out = cast.args[0], cast.output_views[0]
-    if not isinstance(source, DeferredTensorView) or out is None or out.deferred is not cast_view.deferred:
+    if not isinstance(source, DeferredInitTensorView) or out is None or out.deferred is not cast_view.deferred:
         return None
     has_same_layout = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
-    return source if has_same_layout and cast.input_steps == _get_writer_steps([source.deferred]) else None
+    return source if has_same_layout and cast.input_steps == _get_last_writer_steps([source.deferred]) else None
 
 
-def _is_on_meta_device(kwargs: dict[str, Any]) -> bool:
+def _requests_meta_device(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
@@ -333,7 +335,7 @@ def _find_overwritten_storage(func: Any, mutated_tensors: list[Tensor]) -> Defer
     return None
 
 
-def _get_writer_steps(deferred_storages: Iterable[DeferredStorage]) -> tuple[RecordedInitStep, ...]:
+def _get_last_writer_steps(deferred_storages: Iterable[DeferredStorage]) -> tuple[RecordedInitStep, ...]:
     return tuple({id(p.writer_step): p.writer_step for p in deferred_storages if p.writer_step is not None}.values())
 
 
@@ -342,7 +344,9 @@ def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, is_ove
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if is_overwriting else step.get_deferred_storages()
     probe = RecordedInitStep(func, step.args, {**step.kwargs, **given})
-    init_recipe.run_init_step(probe, {id(deferred): init_recipe.run_init_recipe(deferred) for deferred in inputs})
+    init_recipe.run_init_step(
+        probe, {id(deferred): init_recipe.materialize_deferred_storage(deferred) for deferred in inputs}
+    )
 
 
 def _snapshot_argument(argument: Any) -> Any:
@@ -358,7 +362,7 @@ def _materialize_arguments(arguments: Any) -> Any:
     )
 
 
-def _move_to_meta(arguments: Any) -> Any:
+def _move_tensors_to_meta(arguments: Any) -> Any:
     return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, arguments)
 
 
@@ -392,7 +396,7 @@ def record_weight_changes(model: nn.Module) -> Iterator[None]:
             p.__dict__[VERSION] = p._version
 
 
-def wrap_methods_for_recording(model: nn.Module) -> None:
+def wrap_methods_to_record_weight_changes(model: nn.Module) -> None:
     """Wrap the methods of a lazily built model so that they record how they change its weights.
 
     This wraps the public methods of the model's own classes except ``forward``, and torch's ``_apply`` and ``apply``.
@@ -409,7 +413,7 @@ def wrap_methods_for_recording(model: nn.Module) -> None:
 
 
 def restore_wrapped_methods(model: nn.Module) -> None:
-    """Restore the original methods of a model that ``wrap_methods_for_recording`` has wrapped."""
+    """Restore the original methods of a model that ``wrap_methods_to_record_weight_changes`` has wrapped."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, RecordingMethodWrapper):
@@ -476,7 +480,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     check_is_module(model)
     if has_meta_tensors(model):
-        check_init_recipes(model)
+        check_meta_tensors_can_be_computed(model)
     return materialize_parameters(model, _parse_target_device(device))
 
 
@@ -513,7 +517,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
         if id(tensor) not in materialized:
             with torch.no_grad():
                 if deferred is not None and deferred not in storages:
-                    values = torch.empty(0, dtype=torch.uint8).set_(run_init_recipe(deferred))
+                    values = torch.empty(0, dtype=torch.uint8).set_(materialize_deferred_storage(deferred))
                     storages[deferred] = values.to(target_device).untyped_storage()
                 new = (
                     tensor.to(target_device)
@@ -543,7 +547,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
     return model
 
 
-def check_init_recipes(model: nn.Module) -> None:
+def check_meta_tensors_can_be_computed(model: nn.Module) -> None:
     """Check that the values of all meta tensors in a model can be computed.
 
     Raises:

@@ -22,7 +22,7 @@ from shardformer.meta_init.init_recipe import (
     attach_deferred_storage,
     get_deferred_storage,
     get_deferred_view,
-    get_init_recipe,
+    get_recorded_init_steps,
 )
 
 LENGTH_BYTES = 8  # Size of the header length, which precedes the header
@@ -50,7 +50,7 @@ class FileFingerprint:
         return {"size": sizes, "header": "header", "sampled": "sampled bytes", "full_hash": "bytes"}[name]
 
 
-class WeightsFile:
+class SafetensorsFile:
     """A safetensors file with a fingerprint of its contents from the time when it was opened.
 
     Raises:
@@ -96,9 +96,9 @@ class WeightsFile:
 def _compute_file_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
     with open(path, "rb", buffering=0) as file:
         stat = os.fstat(file.fileno())
-        header = _read_header(file, stat.st_size)
+        header = _read_safetensors_header(file, stat.st_size)
         sampled = hashlib.sha256()
-        for start, length in _iter_sampled_chunks(header, stat.st_size):
+        for start, length in _iter_sampled_byte_ranges(header, stat.st_size):
             file.seek(start)
             sampled.update(file.read(length))
         full_hash = ""
@@ -113,7 +113,7 @@ def _get_size_and_mtime(stat_result: os.stat_result) -> tuple[int, int]:
     return stat_result.st_size, stat_result.st_mtime_ns
 
 
-def _read_header(file: FileIO, file_size: int) -> bytes:
+def _read_safetensors_header(file: FileIO, file_size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = max(min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:
@@ -122,7 +122,7 @@ def _read_header(file: FileIO, file_size: int) -> bytes:
     return header
 
 
-def _iter_sampled_chunks(header: bytes, file_size: int) -> Iterator[tuple[int, int]]:
+def _iter_sampled_byte_ranges(header: bytes, file_size: int) -> Iterator[tuple[int, int]]:
     if file_size <= NUM_CHUNKS * CHUNK_BYTES:
         yield 0, file_size
         return
@@ -148,7 +148,7 @@ def _parse_tensor_offsets(header: bytes) -> list[tuple[int, int]]:
 class SafetensorsTensorReader:
     """A callable that memory-maps one tensor of a safetensors file. Only accessed pages are read from disk."""
 
-    file: WeightsFile
+    file: SafetensorsFile
     key: str  # name of the tensor in the file
 
     is_borrowed = True  # the result shares memory with the file
@@ -172,7 +172,7 @@ class SafetensorsTensorReader:
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 
-def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
+def load_safetensors_lazily(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as meta tensors, whose values are read from the file on demand.
 
     Args:
@@ -184,7 +184,7 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
     from safetensors import SafetensorError, safe_open
 
     try:
-        weights_file = WeightsFile(path, all_bytes=all_bytes)
+        weights_file = SafetensorsFile(path, all_bytes=all_bytes)
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
             return {
@@ -199,12 +199,12 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
         ) from error
 
 
-def find_weight_files(model: nn.Module) -> list[WeightsFile]:
+def find_weight_files(model: nn.Module) -> list[SafetensorsFile]:
     """Return the safetensors files from which the weights of a lazily built model will be read."""
-    files: dict[int, WeightsFile] = {}
+    files: dict[int, SafetensorsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         deferred = get_deferred_storage(tensor)
-        for step in get_init_recipe(deferred) if deferred is not None else ():
+        for step in get_recorded_init_steps(deferred) if deferred is not None else ():
             if isinstance(step.func, SafetensorsTensorReader):
                 files[id(step.func.file)] = step.func.file
     return list(files.values())

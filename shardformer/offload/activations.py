@@ -35,26 +35,26 @@ from shardformer.offload.saved_tensor_hooks import (
     ActivationByteCounter,
     ActivationStats,
     ForwardRecord,
-    SavedStorage,
     SavedTensorHandle,
     SavedTensorHooks,
-    check_tensor_version,
+    SavedTensorStorage,
+    check_not_modified_in_place,
     get_byte_range_in_storage,
     has_external_saved_tensor_hooks,
     is_non_overlapping_and_dense,
 )
-from shardformer.public_names import deprecate_renamed_parameters
+from shardformer.public_names import deprecate_renamed_function_arguments
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
 
 PURPOSE = "activations"
 
 
-def get_partition_num_bytes(num_bytes: int, axis: Axis) -> int:
-    """Return the size of each rank's shard of a saved tensor of ``num_bytes`` bytes."""
-    return -(-num_bytes // axis.size)
+def get_partition_num_bytes(full_num_bytes: int, axis: Axis) -> int:
+    """Return the size of each rank's shard of a saved tensor of ``full_num_bytes`` bytes."""
+    return -(-full_num_bytes // axis.size)
 
 
-def get_local_partition(full_tensor: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def get_local_partition_and_checksum(full_tensor: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return a copy of this rank's shard of a saved tensor, and a checksum of the full tensor. Communicates nothing."""
     each = get_partition_num_bytes(len(full_tensor), axis)
     stored = full_tensor[axis.rank * each : (axis.rank + 1) * each]
@@ -62,7 +62,7 @@ def get_local_partition(full_tensor: Tensor, axis: Axis) -> tuple[Tensor, Tensor
     return shard, compute_tensor_hash(full_tensor)
 
 
-def all_gather_partitions(local_partition: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
+def all_gather_and_verify_partitions(local_partition: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
     """All-gather the shards of a saved tensor, and check that all ranks saved the same tensor.
 
     The result includes the padding of the last shard. Communicates one all-gather of T * ceil(size / T) bytes and, at
@@ -74,11 +74,11 @@ def all_gather_partitions(local_partition: Tensor, checksum: Tensor, axis: Axis,
     full, checksums = local_partition.new_empty(axis.size * len(local_partition)), checksum.new_empty(axis.size)
     pending = start_all_gather_into_tensor(checksums, checksum.view(1), axis, PURPOSE)
     start_all_gather_into_tensor(full, local_partition, axis, PURPOSE).wait()
-    check_same_checksums(torch_compat.tolist_or_ones(pending.wait()), axis, tensor_name)
+    check_checksums_match_across_ranks(torch_compat.tolist_or_ones(pending.wait()), axis, tensor_name)
     return full
 
 
-def check_same_checksums(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
+def check_checksums_match_across_ranks(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
     if len(set(checksums)) > 1:
         usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
         others = ", ".join(str(rank) for rank, checksum in enumerate(checksums) if checksum != usual)
@@ -125,13 +125,15 @@ class ActivationStore:
         self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
-        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], SavedStorage] = WeakValueDictionary()
+        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], SavedTensorStorage] = (
+            WeakValueDictionary()
+        )
         self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs
-        self._possible_inputs: deque[tuple[int, SavedStorage]] = deque()  # (index in the forward record, storage)
-        self._copying_to_host: deque[SavedStorage] = deque()
-        self._prefetched: WeakKeyDictionary[SavedStorage, int] = WeakKeyDictionary()  # prefetched storages
+        self._possible_inputs: deque[tuple[int, SavedTensorStorage]] = deque()  # (index in the forward record, storage)
+        self._copying_to_host: deque[SavedTensorStorage] = deque()
+        self._prefetched: WeakKeyDictionary[SavedTensorStorage, int] = WeakKeyDictionary()  # prefetched storages
         self._graphs: WeakSet[ForwardRecord] = WeakSet()  # graphs of the current backward pass
-        self._fetched: WeakSet[SavedStorage] = WeakSet()
+        self._fetched: WeakSet[SavedTensorStorage] = WeakSet()
         self._read: list[tuple[StorageWeakRef, int]] = []  # fetched memory that the backward pass now owns
         self._largest = 0
         self._task = -1
@@ -226,7 +228,7 @@ class ActivationStore:
             return None
         storage = tensor.untyped_storage()
         memory = torch_compat.storage_id(storage)
-        if memory in self._fixed or _is_cast_of_param(tensor):
+        if memory in self._fixed or _is_view_or_cast_of_param(tensor):
             return None
         self._update_byte_counts()
         _, input_range, name = self._inputs.get((memory, tensor._version), (None, (0, 0), ""))
@@ -240,7 +242,7 @@ class ActivationStore:
         key = (memory, tensor._version, start, end, forward, is_input)
         stored = self._stored.get(key)
         if stored is None:
-            stored = self._stored[key] = SavedStorage(self.counter, tensor, start, end)
+            stored = self._stored[key] = SavedTensorStorage(self.counter, tensor, start, end)
             if stored.size >= self._min_bytes:
                 if self._axis is None:
                     self._start_offload(stored)
@@ -250,16 +252,16 @@ class ActivationStore:
                     self._possible_inputs.append((len(self._graph.saved_storages), stored))
         return SavedTensorHandle(stored, self._graph, tensor)
 
-    def _shard_layer_input(self, saved_storage: SavedStorage, layer_name: str) -> None:
+    def _shard_layer_input(self, saved_storage: SavedTensorStorage, layer_name: str) -> None:
         """Replace the saved input of a layer with this rank's shard of it."""
         assert self._axis is not None and saved_storage.data is not None
         with torch.no_grad():
-            saved_storage.data, saved_storage.number = get_local_partition(saved_storage.data, self._axis)
+            saved_storage.data, saved_storage.number = get_local_partition_and_checksum(saved_storage.data, self._axis)
         saved_storage.name, saved_storage.base = layer_name, saved_storage.start
         saved_storage.set_memory_kind(PARTITIONED)
         self._start_offload(saved_storage)
 
-    def _start_offload(self, saved_storage: SavedStorage) -> None:
+    def _start_offload(self, saved_storage: SavedTensorStorage) -> None:
         """Start copying saved data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
@@ -281,14 +283,14 @@ class ActivationStore:
         saved_storage.set_memory_kind(COPYING_TO_HOST)
         self._copying_to_host.append(saved_storage)
 
-    def _finish_offload(self, saved_storage: SavedStorage) -> None:
+    def _finish_offload(self, saved_storage: SavedTensorStorage) -> None:
         """Wait for a copy to the host, and then free the device memory unless the backward pass already needs it."""
         assert saved_storage.copy is not None and saved_storage.data is not None
         saved_storage.copy.synchronize()
         saved_storage.copy, saved_storage.is_leaving = None, False
         if saved_storage.is_wanted:
             saved_storage.add_device_bytes(COPYING_TO_HOST, -len(saved_storage.data))
-            self._count_fetched_bytes(saved_storage, len(saved_storage.data))
+            self._record_fetched_bytes(saved_storage, len(saved_storage.data))
         else:
             saved_storage.data = None
             saved_storage.set_memory_kind(COPYING_TO_HOST)
@@ -310,12 +312,12 @@ class ActivationStore:
 
     def _unpack_saved_tensor(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
-        check_tensor_version(stored.version_tensor, stored.version, handle.shape)
+        check_not_modified_in_place(stored.version_tensor, stored.version, handle.shape)
         self._update_byte_counts()
         self._register_backward_end_callback(handle.graph)
         self._prefetched.pop(stored, None)
         stored.unread_handles.discard(id(handle))
-        self._fetch_to_device(stored)
+        self._start_fetch_to_device(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
@@ -327,7 +329,7 @@ class ActivationStore:
         self._prefetch_to_device(handle.graph, handle.place)
         return out
 
-    def _fetch_to_device(self, saved_storage: SavedStorage) -> None:
+    def _start_fetch_to_device(self, saved_storage: SavedTensorStorage) -> None:
         if saved_storage.is_leaving:
             saved_storage.is_wanted = True
         if not saved_storage.is_on_host or saved_storage.gathered is not None:
@@ -338,24 +340,24 @@ class ActivationStore:
             saved_storage.start,
             self._link.start_copy_to_device(saved_storage.data, saved_storage.host),
         )
-        self._count_fetched_bytes(saved_storage, len(saved_storage.data))
+        self._record_fetched_bytes(saved_storage, len(saved_storage.data))
 
-    def _count_fetched_bytes(self, saved_storage: SavedStorage, num_bytes: int) -> None:
+    def _record_fetched_bytes(self, saved_storage: SavedTensorStorage, num_bytes: int) -> None:
         saved_storage.add_device_bytes(FETCHED, num_bytes)
         self._fetched.add(saved_storage)
 
-    def _gather_full_input(self, saved_storage: SavedStorage) -> Tensor:
+    def _gather_full_input(self, saved_storage: SavedTensorStorage) -> Tensor:
         """Return the full input of a layer, after an all-gather of its shards in the first call."""
         if saved_storage.gathered is None:
             assert self._axis is not None and saved_storage.data is not None and saved_storage.number is not None
             with torch.no_grad():
-                saved_storage.gathered = all_gather_partitions(
+                saved_storage.gathered = all_gather_and_verify_partitions(
                     saved_storage.data, saved_storage.number, self._axis, f"The input of layer {saved_storage.name}"
                 )
-            self._count_fetched_bytes(saved_storage, len(saved_storage.gathered))
+            self._record_fetched_bytes(saved_storage, len(saved_storage.gathered))
         return saved_storage.gathered
 
-    def _release_fetched_memory(self, saved_storage: SavedStorage) -> None:
+    def _release_fetched_memory(self, saved_storage: SavedTensorStorage) -> None:
         """Drop this store's references to fetched memory, so that autograd frees the memory after use."""
         fetched_memory = [saved_storage.gathered]
         saved_storage.gathered, saved_storage.is_wanted = None, False
@@ -364,7 +366,7 @@ class ActivationStore:
             saved_storage.data = None
         for x in fetched_memory:
             if x is not None:
-                saved_storage.keep_count_after_deletion(FETCHED, len(x))
+                saved_storage.keep_bytes_counted_after_deletion(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del fetched_memory
         self._fetched.discard(saved_storage)
@@ -383,7 +385,7 @@ class ActivationStore:
                     break
                 if stored.is_on_host or stored.is_leaving:
                     self._prefetched[stored] = len(stored.host)
-                    self._fetch_to_device(stored)
+                    self._start_fetch_to_device(stored)
             at -= 1
         forward_record.num_fetched = at
 
@@ -394,9 +396,9 @@ class ActivationStore:
         self._graphs.add(forward_record)
         if task != self._task:
             self._task = task
-            torch_compat.at_end_of_backward(self._end_backward)
+            torch_compat.at_end_of_backward(self._release_memory_after_backward)
 
-    def _end_backward(self) -> None:
+    def _release_memory_after_backward(self) -> None:
         """Release fetched memory at the end of a backward pass. A later backward pass can fetch the data again."""
         self._task = -1
         self._prefetched.clear()
@@ -425,7 +427,7 @@ def _is_plain_tensor(maybe_tensor: Any) -> bool:
     )
 
 
-def _is_cast_of_param(tensor: Tensor) -> bool:
+def _is_view_or_cast_of_param(tensor: Tensor) -> bool:
     """Return whether a tensor is a view or a cast of a parameter, such as a weight converted by autocast."""
     node: Any = tensor.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
@@ -438,7 +440,7 @@ STORE = "_shardformer_activations"
 """Name of the model attribute that contains its ActivationStore."""
 
 
-@deprecate_renamed_parameters({"on": "to"})
+@deprecate_renamed_function_arguments({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
     """Save device memory by moving saved activations to host memory or sharding them over tensor ranks.
 
@@ -475,9 +477,9 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
             remedy="Call .remove() on the result of the first call before you call offload_activations again.",
         )
     axis = get_or_build_metadata(model).axes["tensor"] if "tensor" in to else None
-    layers = _find_replicated_layers(model, to) if axis is not None else {}
+    layers = _find_layers_with_replicated_inputs(model, to) if axis is not None else {}
     store = ActivationStore("host" in to, axis, min_bytes)
-    _register_store_hooks(model, store, layers)
+    _register_activation_store_hooks(model, store, layers)
     for _, state in _find_sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
@@ -491,23 +493,27 @@ def _find_sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMeta
     return [(module, state) for module, state in found if isinstance(state, ShardingMetadata)]
 
 
-def _register_store_hooks(model: nn.Module, store: ActivationStore, layers_by_path: dict[str, nn.Module]) -> None:
-    model.__dict__[STORE] = store
-    store.undo.append(partial(model.__dict__.pop, STORE, None))
+def _register_activation_store_hooks(
+    model: nn.Module, activation_store: ActivationStore, layers_by_path: dict[str, nn.Module]
+) -> None:
+    model.__dict__[STORE] = activation_store
+    activation_store.undo.append(partial(model.__dict__.pop, STORE, None))
     order = HookOrder.SAVED_TENSORS
-    store.undo.append(
-        register_forward_hooks(model, order, store.forward_pre_hook, store.forward_hook, always_call=True)
+    activation_store.undo.append(
+        register_forward_hooks(
+            model, order, activation_store.forward_pre_hook, activation_store.forward_hook, always_call=True
+        )
     )
     for path, layer in layers_by_path.items():
-        register = partial(_register_layer_input, store, path)
-        store.undo.append(register_forward_hooks(layer, HookOrder.LAYER_INPUT, register, with_kwargs=True))
+        register = partial(_register_layer_input, activation_store, path)
+        activation_store.undo.append(register_forward_hooks(layer, HookOrder.LAYER_INPUT, register, with_kwargs=True))
 
 
 def _register_layer_input(store: ActivationStore, module_path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
     store.register_layer_input(module_path, get_first_tensor_arg(args, kwargs))
 
 
-def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
+def _find_layers_with_replicated_inputs(model: nn.Module, offload_target: str) -> dict[str, nn.Module]:
     """Return the layers whose hidden states are identical on all tensor ranks, by module path."""
     layers, sharded_layout = dict[str, nn.Module](), ""
     for module, state in _find_sharded_models(model):
@@ -521,7 +527,7 @@ def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
     if not layers:
         reason = f"its hidden states are sharded ({sharded_layout})" if sharded_layout else "its layers are unknown"
         raise ConfigError(
-            f"to={to!r} is not supported for this {type(model).__name__}, because {reason}.",
+            f"to={offload_target!r} is not supported for this {type(model).__name__}, because {reason}.",
             remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism.',
         )
     return layers

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import all_gather_over_mesh
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import HostOffloadManager, HostShard, OffloadConfig
+from shardformer.offload.host import HostOffloadedShard, HostOffloadManager, OffloadConfig
 
 BLOCK_BYTES = 64
 """Alignment of tensors in the file, in bytes."""
@@ -83,14 +83,14 @@ class OffloadFile:
                 if step == 0:
                     raise OSError(f"The offload file is truncated: {len(view) - done} bytes are missing at its end")
                 done += step
-            total += round_up_to_block(len(view))
+            total += round_up_to_block_size(len(view))
         size, seconds = self.moved[direction]
         self.moved[direction] = size + total, seconds + time.perf_counter() - begin
 
-    def acquire_buffer(self, num_bytes: int) -> Tensor:
+    def acquire_host_buffer(self, num_bytes: int) -> Tensor:
         """Return a free buffer in host memory. If all buffers are in use, wait until a write is complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
-            self._finish_oldest_write()
+            self._wait_for_oldest_write()
         if not self._free:
             self._num_made += 1
             return self._host.link.allocate_on_host(num_bytes, torch.uint8)
@@ -101,7 +101,7 @@ class OffloadFile:
         if len(self._free) < self.buffers:
             self._free.append(buffer)
 
-    def _finish_oldest_write(self) -> None:
+    def _wait_for_oldest_write(self) -> None:
         future, buffer = self._writing.popleft()
         try:
             future.result()
@@ -115,10 +115,10 @@ class OffloadFile:
         size, seconds = self.moved[direction]
         return size / seconds if seconds else None
 
-    def flush(self) -> None:
+    def wait_for_all_writes(self) -> None:
         """Wait until all writes to the file are complete. ``error`` is then the first failure, if any."""
         while self._writing:
-            self._finish_oldest_write()
+            self._wait_for_oldest_write()
 
 
 def check_disk_space(directory: str, num_bytes: int) -> None:
@@ -127,7 +127,7 @@ def check_disk_space(directory: str, num_bytes: int) -> None:
         os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
 
 
-def round_up_to_block(num_bytes: int) -> int:
+def round_up_to_block_size(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -139,8 +139,8 @@ class FileOffloadManager(HostOffloadManager):
         assert config.folder is not None
         self.disk = OffloadFile(config.folder, self, config.buffers)
 
-    def create_shard(self, numel: int, dtype: torch.dtype) -> FileShard:
-        return FileShard(self.disk, self, numel, dtype)
+    def create_shard(self, numel: int, dtype: torch.dtype) -> DiskShard:
+        return DiskShard(self.disk, self, numel, dtype)
 
     def wait_for_writes(self, context: ParallelContext) -> None:
         """Wait until all ranks have written their files, and raise InputError on all ranks if one of them failed."""
@@ -150,16 +150,16 @@ class FileOffloadManager(HostOffloadManager):
                 remedy="Free some disk space, and then load the optimizer state again.",
             )
 
-    def commit_or_roll_back(self, shards: Sequence[HostShard], context: ParallelContext) -> str | None:
+    def commit_or_roll_back(self, shards: Sequence[HostOffloadedShard], context: ParallelContext) -> str | None:
         """Commit the written shards if all ranks succeeded, or else roll them back to the previous step.
 
         Return a description of the first error on any rank, or None. Communicates one object over each axis.
         """
-        self.disk.flush()
+        self.disk.wait_for_all_writes()
         failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
         failure = next((other for _, other in all_gather_over_mesh(failure, context) if other is not None), None)
         for part in shards:
-            if isinstance(part, FileShard):
+            if isinstance(part, DiskShard):
                 part.commit() if failure is None else part.roll_back()
         self.disk.error = None
         return failure
@@ -187,7 +187,7 @@ class OffloadFileLayout:
 
     @property
     def num_bytes(self) -> int:
-        return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
+        return sum(round_up_to_block_size(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def split_buffer(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors of a shard as views of the bytes that were read from the file."""
@@ -195,7 +195,7 @@ class OffloadFileLayout:
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
             found.append(buffer[at : at + size].view(dtype).view(shape))
-            at += round_up_to_block(size)
+            at += round_up_to_block_size(size)
         return found
 
 
@@ -208,7 +208,7 @@ class OffloadFileRange:
     layout: OffloadFileLayout
 
 
-class FileShard(HostShard):
+class DiskShard(HostOffloadedShard):
     """A shard whose master weights and optimizer states are in a file, and whose gradients are in host memory.
 
     An OSError is stored in ``offload_file.error``, so that all ranks continue until they agree on how to proceed.
@@ -229,7 +229,7 @@ class FileShard(HostShard):
         self._reading: Future[None] | None = None
         self.is_loaded = True
 
-    def set_param_slices(
+    def assign_param_slices_and_write(
         self,
         param_slices: Sequence[tuple[nn.Parameter, slice]],
         optimizer_states: OptimizerStateDict,
@@ -245,7 +245,7 @@ class FileShard(HostShard):
             return
         try:
             size = (
-                round_up_to_block(self.values.nbytes)
+                round_up_to_block_size(self.values.nbytes)
                 + expected_state_bytes
                 + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
             )
@@ -258,7 +258,7 @@ class FileShard(HostShard):
         self.write_back()
 
     @property
-    def num_bytes_in_file(self) -> int:
+    def num_reserved_bytes(self) -> int:
         return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
     def start_loading(self) -> None:
@@ -266,7 +266,7 @@ class FileShard(HostShard):
         if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
         size = self._committed.layout.num_bytes
-        self._buffer = self._disk.acquire_buffer(size)
+        self._buffer = self._disk.acquire_host_buffer(size)
         self._reading = self._disk.start_read(self._committed.offset, self._buffer[:size])
 
     def load(self) -> bool:
@@ -300,7 +300,7 @@ class FileShard(HostShard):
 
     def evict(self) -> None:
         """Write the updated tensors to the file in the background, next to the previous version, and free them."""
-        self.wait()
+        self.wait_for_copies()
         record, tensors = self._get_layout_and_tensors()
         try:
             if self._other is None or self._other.capacity < record.num_bytes:
@@ -323,7 +323,7 @@ class FileShard(HostShard):
         return record, tensors
 
     def release(self, *, keep_memory: bool = False) -> None:
-        self.wait()
+        self.wait_for_copies()
         if self._buffer is not None and not keep_memory:
             self._disk.release_buffer(self._buffer)
         self._buffer, self.is_loaded = None, False
@@ -352,7 +352,7 @@ class FileShard(HostShard):
     def write_back(self) -> None:
         """Write the loaded tensors to the file and wait for completion. Must be called between two optimizer steps."""
         self.evict()
-        self._disk.flush()
+        self._disk.wait_for_all_writes()
         if self._disk.error is None:
             self.commit()
 

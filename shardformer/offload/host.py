@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardformer.errors import ConfigError, check_bool, check_int, check_number
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_real_data
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "to the host", "to the device"
 MAX_LOGGED_COPIES = 4096
@@ -28,7 +28,7 @@ MAX_LOGGED_COPIES = 4096
 
 
 @dataclass(frozen=True)
-class CompletedCopy:
+class CompletedHostDeviceCopy:
     """The direction, size, begin time and end time of a completed copy between host and device.
 
     Times are in seconds of ``time.perf_counter``. On a GPU, ``start_time`` is 0, because GPU events have no common
@@ -41,7 +41,7 @@ class CompletedCopy:
     end_time: float
 
 
-class AsyncCopy:
+class AsyncHostDeviceCopy:
     """An asynchronous copy between host and device.
 
     After ``wait_fn``, later operations on the device wait for the copy. ``block_fn`` blocks until the copy is complete.
@@ -87,7 +87,7 @@ class HostDeviceCopier:
 
     def __init__(self, device: torch.device, *, bandwidth: float | None = None) -> None:
         self.device, self._bandwidth = device, bandwidth
-        self.log: deque[CompletedCopy] = deque(maxlen=MAX_LOGGED_COPIES)
+        self.log: deque[CompletedHostDeviceCopy] = deque(maxlen=MAX_LOGGED_COPIES)
         self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=MAX_LOGGED_COPIES)  # GPU events, read on demand
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
@@ -99,11 +99,11 @@ class HostDeviceCopier:
         """Allocate a tensor in host memory, pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
-    def start_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
         """Start copying a tensor to the host. The tensor must not change until the copy is complete."""
         return self._start_copy(DEVICE_TO_HOST, target, source)
 
-    def start_copy_to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_copy_to_device(self, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
         """Start copying a tensor to the device. The tensor must not change until the copy is complete."""
         return self._start_copy(HOST_TO_DEVICE, target, source)
 
@@ -111,14 +111,14 @@ class HostDeviceCopier:
         """Return the measured bytes per second in one direction, or None before the first copy."""
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
-            self.log.append(CompletedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
+            self.log.append(CompletedHostDeviceCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
         done = [
             copied for copied in list(self.log) if copied.direction == direction
         ]  # copy of the log: threads append to it
         seconds = sum(copied.end_time - copied.start_time for copied in done)
         return sum(copied.num_bytes for copied in done) / seconds if seconds else None
 
-    def _start_copy(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_copy(self, direction: str, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
         source = source.detach()
         return (
             self._start_copy_on_stream(direction, target, source)
@@ -126,21 +126,21 @@ class HostDeviceCopier:
             else self._start_copy_on_thread(direction, target, source)
         )
 
-    def _start_copy_on_thread(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
-        if not has_data(source):  # fake tensors; threads cannot trace concurrently
+    def _start_copy_on_thread(self, direction: str, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
+        if not has_real_data(source):  # fake tensors; threads cannot trace concurrently
             target.copy_(source)
-            return AsyncCopy(target, source, bool, bool, lambda: True)
+            return AsyncHostDeviceCopy(target, source, bool, bool, lambda: True)
         future: Future[None] = self._workers[direction].submit(self._copy_tensor, direction, target, source)
-        return AsyncCopy(target, source, future.result, future.result, future.done)
+        return AsyncHostDeviceCopy(target, source, future.result, future.result, future.done)
 
     def _copy_tensor(self, direction: str, target: Tensor, source: Tensor) -> None:
         begin = time.perf_counter()
         target.copy_(source)
         if self._bandwidth is not None:
             time.sleep(max(0.0, begin + source.nbytes / self._bandwidth - time.perf_counter()))
-        self.log.append(CompletedCopy(direction, source.nbytes, begin, time.perf_counter()))
+        self.log.append(CompletedHostDeviceCopy(direction, source.nbytes, begin, time.perf_counter()))
 
-    def _start_copy_on_stream(self, direction: str, target: Tensor, source: Tensor) -> AsyncCopy:
+    def _start_copy_on_stream(self, direction: str, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
         stream, on_device = self._streams[direction], source if direction == DEVICE_TO_HOST else target
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -154,7 +154,7 @@ class HostDeviceCopier:
         def wait_on_current_stream() -> None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
-        return AsyncCopy(
+        return AsyncHostDeviceCopy(
             target,
             source,
             end.synchronize if direction == DEVICE_TO_HOST else wait_on_current_stream,
@@ -243,12 +243,12 @@ class HostOffloadManager:
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlap: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
         self._most = MAX_COPIES_IN_FLIGHT if overlap else 0
-        self._under_way: deque[AsyncCopy] = deque()
+        self._under_way: deque[AsyncHostDeviceCopy] = deque()
         self._threads = config.threads
         if config.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _get_local_world_size())
 
-    def start_grad_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
+    def start_grad_copy_to_host(self, target: Tensor, source: Tensor) -> AsyncHostDeviceCopy:
         """Start copying a gradient to the host. If too many copies are in progress, wait for an earlier one."""
         copy = self.link.start_copy_to_host(target, source)
         self._under_way.append(copy)
@@ -256,9 +256,9 @@ class HostOffloadManager:
             self._under_way.popleft().synchronize()
         return copy
 
-    def create_shard(self, numel: int, dtype: torch.dtype) -> HostShard:
-        """Allocate host memory for the master weights and gradients of a shard, as a ``HostShard``."""
-        return HostShard(self, numel, dtype)
+    def create_shard(self, numel: int, dtype: torch.dtype) -> HostOffloadedShard:
+        """Allocate host memory for the master weights and gradients of a shard, as a ``HostOffloadedShard``."""
+        return HostOffloadedShard(self, numel, dtype)
 
     @contextmanager
     def use_optimizer_threads(self) -> Iterator[None]:
@@ -290,7 +290,7 @@ class MasterWeightStore:
         """Load the master weights for the optimizer step, and return whether they were loaded."""
         return True
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until no copy of the master weights is in progress, so that they can be overwritten."""
 
     def evict(self) -> None:
@@ -307,7 +307,7 @@ class MasterWeightStore:
         """Save master weights that were changed between two optimizer steps."""
 
 
-class HostShard(MasterWeightStore):
+class HostOffloadedShard(MasterWeightStore):
     """The master weights and reduced gradients of one shard in host memory.
 
     Args:
@@ -321,8 +321,8 @@ class HostShard(MasterWeightStore):
         self._sum: Tensor | None = None
         self._has_sum = False
         self._staging: Tensor | None = None
-        self._arriving: tuple[AsyncCopy, float] | None = None
-        self._leaving: AsyncCopy | None = None
+        self._arriving: tuple[AsyncHostDeviceCopy, float] | None = None
+        self._leaving: AsyncHostDeviceCopy | None = None
 
     def get_host_tensors(self) -> list[Tensor]:
         """Return the tensors in host memory that only this shard uses."""
@@ -364,12 +364,12 @@ class HostShard(MasterWeightStore):
         self._accumulate_copied_grads()
         self._has_sum = False
 
-    def start_copy_to_device(self, local_params: Tensor) -> AsyncCopy:
+    def start_copy_to_device(self, local_params: Tensor) -> AsyncHostDeviceCopy:
         """Start copying the master weights into ``local_params``, this rank's parameter shard on the device.
 
         The master weights must not change until ``wait`` returns.
         """
-        self.wait()
+        self.wait_for_copies()
         values = (
             self.values
             if local_params.dtype == self.dtype
@@ -378,7 +378,7 @@ class HostShard(MasterWeightStore):
         self._leaving = self.host.link.start_copy_to_device(local_params, values)
         return self._leaving
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the master weights are copied to the device, so that they can be overwritten."""
         if self._leaving is not None:
             self._leaving.synchronize()

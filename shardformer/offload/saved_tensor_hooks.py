@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer import torch_compat
-from shardformer.offload.host import AsyncCopy
+from shardformer.offload.host import AsyncHostDeviceCopy
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -43,7 +43,7 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def activate(self) -> None:
-        around = _get_hooks_object(torch_compat.get_innermost_saved_tensors_hooks())
+        around = _get_hook_pair_owner(torch_compat.get_innermost_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
         torch_compat.push_saved_tensors_hooks(*self._get_torch_hooks())
@@ -57,7 +57,7 @@ class SavedTensorHooks:
         above: list[HookPair] = []
         while (top := torch_compat.get_innermost_saved_tensors_hooks()) is not None:
             torch_compat.pop_saved_tensors_hooks()
-            if _get_hooks_object(top) is self:
+            if _get_hook_pair_owner(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
@@ -65,7 +65,7 @@ class SavedTensorHooks:
 
     def _get_torch_hooks(self) -> HookPair:
         """Return the hooks to register in torch, wrapped so that ``torch.compile`` does not trace them."""
-        if self._untraced is None and torch_compat.is_dynamo_loaded():
+        if self._untraced is None and torch_compat.is_dynamo_imported():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
 
@@ -84,10 +84,10 @@ class SavedTensorHooks:
 def has_external_saved_tensor_hooks() -> bool:
     """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
     top = torch_compat.get_innermost_saved_tensors_hooks()
-    return top is not None and _get_hooks_object(top) is None
+    return top is not None and _get_hook_pair_owner(top) is None
 
 
-def check_tensor_version(tensor: Tensor, saved_version: int, saved_shape: torch.Size | None = None) -> None:
+def check_not_modified_in_place(tensor: Tensor, saved_version: int, saved_shape: torch.Size | None = None) -> None:
     """Raise the same RuntimeError as autograd if a saved tensor was modified in place."""
     if tensor._version != saved_version:
         raise RuntimeError(
@@ -100,11 +100,11 @@ def check_tensor_version(tensor: Tensor, saved_version: int, saved_shape: torch.
 
 def _unpack_and_check_version(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    check_tensor_version(x, version)
+    check_not_modified_in_place(x, version)
     return x
 
 
-def _get_hooks_object(hook_pair: HookPair | None) -> SavedTensorHooks | None:
+def _get_hook_pair_owner(hook_pair: HookPair | None) -> SavedTensorHooks | None:
     hooks = None if hook_pair is None else getattr(unwrap(hook_pair[0]), "__self__", None)
     return hooks if isinstance(hooks, SavedTensorHooks) else None
 
@@ -176,11 +176,11 @@ class ForwardRecord:
         num_fetched: All storages from this index on were fetched or are being fetched.
     """
 
-    saved_storages: list[ReferenceType[SavedStorage]] = field(default_factory=list)
+    saved_storages: list[ReferenceType[SavedTensorStorage]] = field(default_factory=list)
     num_fetched: int = 0
 
 
-class SavedStorage:
+class SavedTensorStorage:
     """The stored bytes of a saved tensor, which can be moved to the host or sharded over ranks.
 
     Attributes:
@@ -210,7 +210,7 @@ class SavedStorage:
         self.data: Tensor | None = data
         self.number: Tensor | None = None
         self.host: Tensor | None = None
-        self.copy: AsyncCopy | None = None
+        self.copy: AsyncHostDeviceCopy | None = None
         self.gathered: Tensor | None = None
         self.unread_handles: set[int] = set()
         self.is_wanted = self.is_leaving = False
@@ -229,7 +229,7 @@ class SavedStorage:
             self.add_device_bytes(was, -self._counted[was])
         self.add_device_bytes(memory_kind, size)
 
-    def keep_count_after_deletion(self, memory_kind: str, num_bytes: int) -> None:
+    def keep_bytes_counted_after_deletion(self, memory_kind: str, num_bytes: int) -> None:
         """Keep ``num_bytes`` bytes in the memory count of the model even after this storage is deleted."""
         self._counted[memory_kind] -= num_bytes
 
@@ -258,7 +258,7 @@ class SavedTensorHandle:
 
     __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, saved_storage: SavedStorage, forward_record: ForwardRecord, tensor: Tensor) -> None:
+    def __init__(self, saved_storage: SavedTensorStorage, forward_record: ForwardRecord, tensor: Tensor) -> None:
         self.stored, self.graph, self.place = saved_storage, forward_record, len(forward_record.saved_storages)
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.offset = tensor.storage_offset() * tensor.element_size()

@@ -1,8 +1,8 @@
 """Detects losses that compare the samples of a batch with each other, such as contrastive losses.
 
 Such a loss is not the mean of the losses of its micro-batches, because each micro-batch and data rank compares only its
-own samples. ``gather_over_data`` gives every data rank the samples of all ranks. A ``LossTrial`` detects such a loss in
-the first step, by running a few samples separately and together, without gradients.
+own samples. ``gather_over_data`` gives every data rank the samples of all ranks. A ``SampleIndependenceTrial`` detects
+such a loss in the first step, by running a few samples separately and together, without gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardformer.gradient_accumulation.micro_batch_loss import (
     ABSOLUTE,
     IN_TRIAL,
     RELATIVE,
-    GatherInTrialError,
-    LossCall,
+    GatherInLossTrialError,
+    LossFunctionCall,
     MicroBatchLossScaler,
     is_mean_or_sum,
 )
@@ -74,7 +74,7 @@ def gather_over_data(x: Tensor, context: ParallelContext) -> Tensor:
             remedy="Pass engine.context or the context that launch_from_torch returned.",
         )
     if IN_TRIAL.get():
-        raise GatherInTrialError
+        raise GatherInLossTrialError
     if context.data.size == 1:
         return x
     lengths = [row[0] for row in all_gather_ints([len(x)], context.data)]
@@ -86,7 +86,7 @@ class _GatherSamples(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, lengths: list[int]) -> Tensor:
         ctx.axis, ctx.lengths = axis, lengths
-        return all_gather(tensor.detach(), axis, 0, lengths=lengths, purpose="samples").clone()
+        return all_gather(tensor.detach(), axis, 0, lengths_by_rank=lengths, purpose="samples").clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -96,7 +96,7 @@ class _GatherSamples(Function):
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
 
 
-class LossTrialResult(IntEnum):
+class SampleIndependenceTrialResult(IntEnum):
     """The result of testing on one rank whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
@@ -106,7 +106,7 @@ class LossTrialResult(IntEnum):
     COMPARES = 4  # the loss compares the samples of a batch
 
 
-def merge_loss_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
+def merge_independence_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
     """Combine all ranks' tests of the loss function, or return None if randomness makes them inconclusive.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
@@ -116,13 +116,13 @@ def merge_loss_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int]
         rank_results: the finding of each rank, and whether it drew random numbers.
     """
     found = [finding for finding, _ in rank_results]
-    if LossTrialResult.NOT_REPEATABLE not in found:
+    if SampleIndependenceTrialResult.NOT_REPEATABLE not in found:
         return found
-    return None if any(drew for _, drew in rank_results) else [*found, LossTrialResult.GATHERS]
+    return None if any(drew for _, drew in rank_results) else [*found, SampleIndependenceTrialResult.GATHERS]
 
 
 @dataclass(frozen=True)
-class LossTrial:
+class SampleIndependenceTrial:
     """Two groups of samples, run separately and as one batch to test whether the loss compares samples.
 
     Args:
@@ -146,7 +146,9 @@ class LossTrial:
         """
         return [*self.parts, *self.parts, self.joint_batch, self.parts[min(data_rank, 1)]]
 
-    def classify_losses(self, trial_losses: Sequence[float], *, data_rank: int, eps: float) -> LossTrialResult:
+    def classify_losses(
+        self, trial_losses: Sequence[float], *, data_rank: int, eps: float
+    ) -> SampleIndependenceTrialResult:
         """Decide from the losses of the micro-batches whether the loss function compares samples.
 
         Args:
@@ -155,18 +157,22 @@ class LossTrial:
         """
         weighted, first, second, both, repeated = trial_losses
         if not all(map(math.isfinite, (first, second, both, repeated))):
-            return LossTrialResult.INCONCLUSIVE
+            return SampleIndependenceTrialResult.INCONCLUSIVE
         tolerance = ABSOLUTE + max(RELATIVE, DTYPE_ROUNDINGS * eps) * max(map(abs, (first, second, both)))
         if abs(repeated - (second if data_rank else first)) > REPEAT_TOLERANCE * tolerance:
-            return LossTrialResult.NOT_REPEATABLE
+            return SampleIndependenceTrialResult.NOT_REPEATABLE
         if math.isfinite(weighted):
-            return LossTrialResult.INDEPENDENT if abs(weighted - both) <= tolerance else LossTrialResult.COMPARES
+            return (
+                SampleIndependenceTrialResult.INDEPENDENT
+                if abs(weighted - both) <= tolerance
+                else SampleIndependenceTrialResult.COMPARES
+            )
         if self.reject_unknown_counts:
-            return LossTrialResult.INCONCLUSIVE
+            return SampleIndependenceTrialResult.INCONCLUSIVE
         return (
-            LossTrialResult.INDEPENDENT
+            SampleIndependenceTrialResult.INDEPENDENT
             if is_mean_or_sum((first, second), both, tolerance)
-            else LossTrialResult.COMPARES
+            else SampleIndependenceTrialResult.COMPARES
         )
 
 
@@ -178,14 +184,14 @@ def make_loss_trial(
     require_full_samples: bool,
     weight_by_label_counts: bool,
     reject_unknown_counts: bool,
-) -> LossTrial | None:
-    """Create a ``LossTrial`` from the first samples of a batch, or return None if the batch cannot be split.
+) -> SampleIndependenceTrial | None:
+    """Create a trial from the first samples of a batch, or return None if the batch cannot be split.
 
     Args:
         main_input_name, special_token_ids: as in ``split_batch``.
         require_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches
             may run.
-        weight_by_label_counts, reject_unknown_counts: as in ``LossTrial``.
+        weight_by_label_counts, reject_unknown_counts: as in ``SampleIndependenceTrial``.
     """
     try:
         size = get_batch_size(batch, main_input_name)
@@ -194,20 +200,28 @@ def make_loss_trial(
             cuts = [each, each, size - 2 * each]
             first, second = split_batch(batch, [n for n in cuts if n], main_input_name, special_token_ids)[:2]
             both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main_input_name, special_token_ids)[0]
-            return LossTrial([first, second], both, [each, each], weight_by_label_counts, reject_unknown_counts)
+            return SampleIndependenceTrial(
+                [first, second], both, [each, each], weight_by_label_counts, reject_unknown_counts
+            )
         if size and not require_full_samples:
             both = merge_micro_batch_outputs([batch, batch], [size, size])
-            return LossTrial([batch, batch], both, [size, size], weight_by_label_counts, reject_unknown_counts)
+            return SampleIndependenceTrial(
+                [batch, batch], both, [size, size], weight_by_label_counts, reject_unknown_counts
+            )
     except ShardFormerError:
         pass
     return None
 
 
-class LossTrialOutputs(LastStageOutputs):
-    """Collects the losses of a ``LossTrial``, and ignores errors of the loss function."""
+class SampleIndependenceTrialOutputs(LastStageOutputs):
+    """Collects the losses of a ``SampleIndependenceTrial``, and ignores errors of the loss function."""
 
     def __init__(
-        self, trial: LossTrial, micro_batches: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
+        self,
+        trial: SampleIndependenceTrial,
+        micro_batches: Sequence[Batch],
+        stage_forward: StageForward,
+        loss_fn: LossFn | None,
     ) -> None:
         self._trial_weights = (
             _DeferredErrorLossScaler(trial.parts, trial.sizes) if trial.weight_by_label_counts else None
@@ -216,15 +230,15 @@ class LossTrialOutputs(LastStageOutputs):
         self._losses_seen = [math.nan] * len(micro_batches)
         self.has_gathered = False
 
-    def start_loss_recording(self, micro_batch_index: int) -> None:
+    def start_recording_loss_calls(self, micro_batch_index: int) -> None:
         if micro_batch_index < 2:
-            super().start_loss_recording(micro_batch_index)
+            super().start_recording_loss_calls(micro_batch_index)
 
     def store_output(self, micro_batch_index: int, output: Any) -> None:
         token = IN_TRIAL.set(True)
         try:
             loss = self._extract_loss(output, self._parts[micro_batch_index])
-            self.stop_loss_recording()
+            self.stop_recording_loss_calls()
             if micro_batch_index < 2:
                 loss = (
                     loss * math.nan
@@ -232,16 +246,16 @@ class LossTrialOutputs(LastStageOutputs):
                     else self._trial_weights.scale_loss(micro_batch_index, loss)
                 )
             self._losses_seen[micro_batch_index] = float(loss)
-        except GatherInTrialError:
+        except GatherInLossTrialError:
             self.has_gathered = True
         except Exception:  # no error, no finding
             return
         finally:
             IN_TRIAL.reset(token)
-            self.stop_loss_recording()
+            self.stop_recording_loss_calls()
 
     def get_trial_losses(self) -> list[float]:
-        """Return the collected losses in the order that ``LossTrial.classify_losses`` expects."""
+        """Return the collected losses in the order that ``SampleIndependenceTrial.classify_losses`` expects."""
         try:
             if self._trial_weights is not None:
                 self._trial_weights.run_deferred_checks()
@@ -255,10 +269,12 @@ class _DeferredErrorLossScaler(MicroBatchLossScaler):
 
     _first_error: Exception | None = None
 
-    def record_loss(self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossCall) -> Tensor:
+    def record_and_scale_loss(
+        self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossFunctionCall
+    ) -> Tensor:
         if self._first_error is None:
             try:
-                return super().record_loss(micro_batch_index, label_tracer, loss_call)
+                return super().record_and_scale_loss(micro_batch_index, label_tracer, loss_call)
             except Exception as problem:
                 self._first_error = problem
         return loss_call.compute_loss()
@@ -342,8 +358,8 @@ def check_loss_trial_results(
         allow_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
         is_only_batch_norm: whether samples interact only in training mode, by batch statistics.
     """
-    is_gathered = LossTrialResult.GATHERS in trial_results
-    if (is_gathered and allow_gather) or not (is_gathered or LossTrialResult.COMPARES in trial_results):
+    is_gathered = SampleIndependenceTrialResult.GATHERS in trial_results
+    if (is_gathered and allow_gather) or not (is_gathered or SampleIndependenceTrialResult.COMPARES in trial_results):
         return
     if is_only_batch_norm and require_exact_loss:
         warn_about_batch_norm_statistics(batch_division)

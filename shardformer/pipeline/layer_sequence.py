@@ -115,7 +115,7 @@ class SequenceParallelHints:
 
 
 @dataclass(frozen=True)
-class StackDescription:
+class LayerStackDescription:
     """Describes consecutive layers of a model, such as a decoder, for pipeline and sequence parallelism.
 
     Args:
@@ -139,7 +139,7 @@ class StackDescription:
     stages: PipelineHints = PipelineHints()
     sequence: SequenceParallelHints = SequenceParallelHints()
 
-    def with_path_prefix(self, path_prefix: str) -> StackDescription:
+    def with_path_prefix(self, path_prefix: str) -> LayerStackDescription:
         """Return a copy with ``path_prefix`` prepended to all paths, for a model that is part of a larger model."""
         own = prepend_path_to_fields(self, path_prefix, "layers", "final_norm", "layer_calls")
         stages = prepend_path_to_fields(
@@ -182,10 +182,10 @@ LayerRange = range
 class LayerSequence:
     """All layers of a model, such as those of an encoder and a decoder, in execution order."""
 
-    stacks: tuple[StackDescription, ...]
+    stacks: tuple[LayerStackDescription, ...]
 
     @classmethod
-    def from_stacks(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
+    def from_stacks(cls, model: nn.Module, stacks: Sequence[LayerStackDescription]) -> LayerSequence:
         """Combine encoder, decoder and other stacks of layers into one sequence. Stacks without layers are ignored."""
         found = []
         for at, stack in enumerate(stacks):
@@ -195,7 +195,7 @@ class LayerSequence:
         return cls(tuple(found))
 
     @property
-    def layer_calls(self) -> tuple[str, ...]:
+    def called_layer_paths(self) -> tuple[str, ...]:
         return tuple(chain.from_iterable(s.layer_calls for s in self.stacks))
 
     @property
@@ -229,29 +229,29 @@ def map_tensors_to_layers(model: nn.Module, layer_sequence: LayerSequence) -> di
     the module that contains the previous stack, belong to the previous stack's last layer. ``PipelineHints`` override
     this.
     """
-    order = {name: at for at, name in enumerate(_iter_tensor_names(model))}
-    return {name: frozenset(_find_owner_layers(name, layer_sequence, order)) for name in order}
+    order = {name: at for at, name in enumerate(_iter_param_and_buffer_names(model))}
+    return {name: frozenset(_find_layer_indices_of_tensor(name, layer_sequence, order)) for name in order}
 
 
-def map_tensors_to_stages(
-    owner_layers_by_name: Mapping[str, frozenset[int]], stage_ranges: Sequence[LayerRange]
+def map_tensor_names_to_stages(
+    layer_indices_by_tensor_name: Mapping[str, frozenset[int]], stage_layer_ranges: Sequence[LayerRange]
 ) -> dict[str, frozenset[int]]:
     """Map the name of each parameter and buffer to the virtual pipeline stages that store it."""
     return {
-        name: frozenset(v for v, span in enumerate(stage_ranges) if any(layer in span for layer in indices))
-        for name, indices in owner_layers_by_name.items()
+        name: frozenset(v for v, span in enumerate(stage_layer_ranges) if any(layer in span for layer in indices))
+        for name, indices in layer_indices_by_tensor_name.items()
     }
 
 
-def _iter_tensor_names(model: nn.Module) -> Iterator[str]:
+def _iter_param_and_buffer_names(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in chain(module._parameters.items(), module._buffers.items()):
             if value is not None:
                 yield f"{path}.{name}" if path else name
 
 
-def _find_owner_layers(
-    tensor_name: str, layer_sequence: LayerSequence, registration_order: Mapping[str, int]
+def _find_layer_indices_of_tensor(
+    tensor_name: str, layer_sequence: LayerSequence, registration_index_by_name: Mapping[str, int]
 ) -> Iterable[int]:
     for stack, start in zip(layer_sequence.stacks, layer_sequence.stack_start_indices, strict=True):
         calls = range(start, start + len(stack.layer_calls))
@@ -268,17 +268,19 @@ def _find_owner_layers(
             _is_inside_module(tensor_name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path
         ):
             return [start + len(stack.layer_calls) - 1]
-    return [_find_adjacent_layer(tensor_name, layer_sequence, registration_order)]
+    return [_find_layer_for_tensor_outside_layers(tensor_name, layer_sequence, registration_index_by_name)]
 
 
-def _find_adjacent_layer(tensor_name: str, layer_sequence: LayerSequence, registration_order: Mapping[str, int]) -> int:
+def _find_layer_for_tensor_outside_layers(
+    tensor_name: str, layer_sequence: LayerSequence, registration_index_by_name: Mapping[str, int]
+) -> int:
     """Choose the layer whose pipeline stage stores a parameter outside the layers, by registration order."""
     starts = layer_sequence.stack_start_indices
     firsts = [
-        min(at for n, at in registration_order.items() if _is_inside_module(n, s.layer_calls[0]))
+        min(at for n, at in registration_index_by_name.items() if _is_inside_module(n, s.layer_calls[0]))
         for s in layer_sequence.stacks
     ]
-    later = [i for i, first in enumerate(firsts) if registration_order[tensor_name] < first]
+    later = [i for i, first in enumerate(firsts) if registration_index_by_name[tensor_name] < first]
     follows = later[0] if later else len(firsts)  # the next stack
     shared = [_count_common_path_components(tensor_name, s.layers) for s in layer_sequence.stacks]
     nearest = max(shared[:follows], default=-1)
@@ -298,7 +300,7 @@ def _is_inside_module(tensor_name: str, module_path: str) -> bool:
     return tensor_name == module_path or tensor_name.startswith(f"{module_path}.")
 
 
-def make_no_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequence[str] = ()) -> ConfigError:
+def make_no_pipeline_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequence[str] = ()) -> ConfigError:
     """Return the error for pipeline parallelism with a model whose policy describes no layers.
 
     Args:
@@ -317,18 +319,18 @@ MIN_COST = 1e-9
 
 
 def estimate_layer_costs(
-    model: nn.Module, layer_sequence: LayerSequence, owner_layers_by_name: Mapping[str, frozenset[int]]
+    model: nn.Module, layer_sequence: LayerSequence, layer_indices_by_tensor_name: Mapping[str, frozenset[int]]
 ) -> list[float]:
     """Estimate the cost of each layer by counting the weights that multiply each token.
 
     Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
-    layer_calls = layer_sequence.layer_calls
+    layer_calls = layer_sequence.called_layer_paths
     costs = [MIN_COST + _count_matmul_weights(model, model.get_submodule(path)) for path in layer_calls]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
     for path, module in model.named_modules() if layer_calls else ():
         for name, p in module.named_parameters(recurse=False):
-            at, *others = owner_layers_by_name[f"{path}.{name}" if path else name]
+            at, *others = layer_indices_by_tensor_name[f"{path}.{name}" if path else name]
             is_counted = others or _is_inside_module(path, layer_calls[at])
             if p.dim() >= 2 and id(module) not in tables and not is_counted:
                 costs[at] += p.numel()
@@ -351,10 +353,10 @@ def measure_layer_costs(
     model: nn.Module,
     layer_sequence: LayerSequence,
     forward_fn: Callable[[], Any],
-    num_rounds: int,
+    num_timed_runs: int,
     device: torch.device,
 ) -> list[float]:
-    """Measure the forward time of each layer in seconds, as the minimum over ``num_rounds`` runs.
+    """Measure the forward time of each layer in seconds, as the minimum over ``num_timed_runs`` runs.
 
     The time between two layers counts for the second layer, and the time after the last layer for the last layer.
     """
@@ -365,13 +367,13 @@ def measure_layer_costs(
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
-    layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.layer_calls)]
+    layers = [model.get_submodule(path) for path in dict.fromkeys(layer_sequence.called_layer_paths)]
     remove_hooks = [
         register_forward_hooks(layer, HookOrder.RECORDER, forward_hook=record_time_hook) for layer in layers
     ]
     found: list[list[float]] = []
     try:
-        for _ in range(num_rounds + 1):  # the first round is a warm-up
+        for _ in range(num_timed_runs + 1):  # the first round is a warm-up
             marks.clear()
             record_time_hook()
             forward_fn()

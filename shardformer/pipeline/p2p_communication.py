@@ -15,11 +15,11 @@ from torch import Tensor
 from shardformer.comm.collectives import PendingCollective, all_gather
 from shardformer.comm.recorder import get_num_bytes, record_collective_start
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog, Work
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, get_sent_actions
-from shardformer.torch_compat import has_data
+from shardformer.pipeline.schedules import ActionKind, PipelineAction, PipelineSchedule, get_sent_actions
+from shardformer.torch_compat import has_real_data
 
 TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
 """Message tags for sends to a higher and to a lower rank. Other exchanges send without a tag."""
@@ -88,7 +88,7 @@ class _PostedReceive:
     If the shapes are unknown, the receive of a header with the shapes is posted first.
     """
 
-    action: Action
+    action: PipelineAction
     header: tuple[Tensor, Work] | None = None
     parts: list[Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _ReceiveQueue:
     """The messages that this rank expects from another pipeline rank, in the order of sending."""
 
     source: int
-    expected: deque[Action]
+    expected: deque[PipelineAction]
     posted: deque[_PostedReceive] = field(default_factory=deque)
 
 
@@ -132,18 +132,18 @@ class StageCommunicator:
         """The log of the collectives that this process has started."""
         return self._point_to_point.axis.traffic
 
-    def begin_step(self, schedule: Schedule, shape_keys: Sequence[Hashable]) -> None:
+    def begin_step(self, schedule: PipelineSchedule, micro_batch_shape_keys: Sequence[Hashable]) -> None:
         """Reset the message queues at the start of a training step.
 
         Args:
-            shape_keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
+            micro_batch_shape_keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
         """
-        self._schedule, self._keys = schedule, shape_keys
+        self._schedule, self._keys = schedule, micro_batch_shape_keys
         self._arrived.clear()
         orders = (get_sent_actions(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
         self._incoming = {source: _ReceiveQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
-    def send_tensors(self, action: Action, tensors: list[Tensor | None], sharded_flags: Sequence[bool]) -> None:
+    def send_tensors(self, action: PipelineAction, tensors: list[Tensor | None], sharded_flags: Sequence[bool]) -> None:
         """Send activations to the next stage, or gradients to the previous stage.
 
         Only tensors that require a gradient have an entry in a list of gradients. An entry of None means zero.
@@ -174,7 +174,7 @@ class StageCommunicator:
                 for t, s in zip(tensors, metas, strict=True)
             ]
         if receiver == self._rank:
-            self._arrived[_get_result_key(action)] = parts
+            self._arrived[_get_received_message_key(action)] = parts
             return
         for part, shape in zip(parts, metas, strict=True):
             if shape.is_sharded:
@@ -183,7 +183,7 @@ class StageCommunicator:
             self._start_send(part.contiguous(), receiver, _get_message_purpose(action))
 
     def _get_local_shard_bounds(self, tensor_meta: TensorMeta) -> list[int]:
-        return get_even_bounds(tensor_meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
+        return get_even_split_bounds(tensor_meta.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start_send(self, tensor: Tensor, dst: int, purpose: str) -> None:
         if tensor.numel():
@@ -198,29 +198,29 @@ class StageCommunicator:
 
     def receive_activations(self, stage: int, micro_batch_index: int) -> tuple[list[Tensor], TensorMetas]:
         """Wait for a virtual stage's input activations, and return them with their metadata."""
-        parts = self._receive_tensors(Action(ActionKind.FORWARD, stage - 1, micro_batch_index))
+        parts = self._receive_tensors(PipelineAction(ActionKind.FORWARD, stage - 1, micro_batch_index))
         return parts, self.known[stage, self._keys[micro_batch_index]]
 
     def receive_gradients(self, stage: int, micro_batch_index: int, action_kind: ActionKind) -> list[Tensor]:
         """Wait for the gradients of a virtual stage's output activations, and return them."""
-        return self._receive_tensors(Action(action_kind, stage + 1, micro_batch_index))
+        return self._receive_tensors(PipelineAction(action_kind, stage + 1, micro_batch_index))
 
-    def _receive_tensors(self, action: Action) -> list[Tensor]:
+    def _receive_tensors(self, action: PipelineAction) -> list[Tensor]:
         began = time.perf_counter()
-        while _get_result_key(action) not in self._arrived:
+        while _get_received_message_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
             self._post_next_receives(incoming)
             posted = incoming.posted.popleft()
-            self._arrived[_get_result_key(posted.action)] = self._complete_receive(incoming, posted)
+            self._arrived[_get_received_message_key(posted.action)] = self._complete_receive(incoming, posted)
             self._post_next_receives(incoming)
         self.seconds_waited += time.perf_counter() - began
-        return self._arrived.pop(_get_result_key(action))
+        return self._arrived.pop(_get_received_message_key(action))
 
     def _post_next_receives(self, receive_queue: _ReceiveQueue) -> None:
         posted = receive_queue.posted
         while receive_queue.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
             action = receive_queue.expected[0]
-            metas = self._get_tensor_metas(action)
+            metas = self._get_known_tensor_metas(action)
             if metas is None and action.kind is not ActionKind.FORWARD:
                 return  # the gradient has the shapes of an activation that this rank has not sent yet
             posted.append(_PostedReceive(receive_queue.expected.popleft()))
@@ -241,13 +241,13 @@ class StageCommunicator:
                     self._point_to_point.receive(part, src, _get_message_purpose(posted_receive.action))
                 )
 
-    def _get_tensor_metas(self, action: Action) -> TensorMetas | None:
+    def _get_known_tensor_metas(self, action: PipelineAction) -> TensorMetas | None:
         metas = self.known.get(self._get_tensor_metas_key(action))
         if metas is None or action.kind is ActionKind.FORWARD:
             return metas
         return tuple(s for s in metas if s.requires_grad)
 
-    def _get_tensor_metas_key(self, action: Action) -> tuple[int, Hashable]:
+    def _get_tensor_metas_key(self, action: PipelineAction) -> tuple[int, Hashable]:
         return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
 
     def _complete_receive(self, receive_queue: _ReceiveQueue, posted_receive: _PostedReceive) -> list[Tensor]:
@@ -257,17 +257,19 @@ class StageCommunicator:
             work.wait()
             key = self._get_tensor_metas_key(action)
             self.known[key] = (
-                pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_tensor_metas(*key)
+                pickle.loads(bytes(header.tolist()))
+                if has_real_data(header)
+                else self._infer_tensor_metas_from_earlier_stage(*key)
             )
             self._post_tensor_receives(receive_queue.source, posted_receive, self.known[key])
         for work in posted_receive.works:
             work.wait()
         self.waiting_for = None
-        metas = self._get_tensor_metas(action)
+        metas = self._get_known_tensor_metas(action)
         assert metas is not None
         return [self._gather_full_tensor(part, shape) for part, shape in zip(posted_receive.parts, metas, strict=True)]
 
-    def _infer_tensor_metas(self, receiver_stage: int, shape_key: Hashable) -> TensorMetas:
+    def _infer_tensor_metas_from_earlier_stage(self, receiver_stage: int, shape_key: Hashable) -> TensorMetas:
         """Return the tensor shapes of the nearest earlier stage, for a rank that is traced without other ranks."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == shape_key and b <= receiver_stage}
@@ -283,8 +285,10 @@ class StageCommunicator:
     def _gather_full_tensor(self, local_shard: Tensor, tensor_meta: TensorMeta) -> Tensor:
         if not tensor_meta.is_sharded:
             return local_shard
-        lengths = [b - a for a, b in pairwise(get_even_bounds(tensor_meta.numel, self._tensor.size))]
-        return all_gather(local_shard, self._tensor, 0, lengths=lengths, purpose="arrival").view(tensor_meta.sizes)
+        lengths = [b - a for a, b in pairwise(get_even_split_bounds(tensor_meta.numel, self._tensor.size))]
+        return all_gather(local_shard, self._tensor, 0, lengths_by_rank=lengths, purpose="arrival").view(
+            tensor_meta.sizes
+        )
 
     def wait_for_sends(self) -> None:
         """Wait until all asynchronous sends of this step have completed."""
@@ -293,11 +297,11 @@ class StageCommunicator:
             work.wait()
 
 
-def _get_result_key(action: Action) -> tuple[bool, int, int]:
+def _get_received_message_key(action: PipelineAction) -> tuple[bool, int, int]:
     return action.kind is ActionKind.FORWARD, action.receiver_stage, action.micro_batch
 
 
-def _get_message_purpose(action: Action) -> str:
+def _get_message_purpose(action: PipelineAction) -> str:
     return "activation" if action.kind is ActionKind.FORWARD else "gradient"
 
 

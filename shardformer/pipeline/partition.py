@@ -59,8 +59,8 @@ def partition_balanced(layer_costs: Sequence[float], num_stages: int) -> list[in
     _check_num_stages(len(layer_costs), num_stages)
     _check_layer_costs(layer_costs)
     sums = [0, *accumulate(_scale_to_integers(layer_costs))]  # rounding must not decide between two partitions
-    peak = _find_best_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
-    _, counts = _find_best_partition(
+    peak = _find_best_partition_value(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
+    _, counts = _find_best_partition_value(
         sums, num_stages, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
     )
     return [0, *accumulate(counts)]
@@ -153,27 +153,28 @@ def _scale_to_integers(costs: Sequence[float]) -> list[int]:
     return [n * (unit // d) for n, d in ratios]
 
 
-def _find_best_partition(
+def _find_best_partition_value(
     cost_prefix_sums: Sequence[int],
     num_stages: int,
     max_stage_cost: float,
-    empty_value: Any,
-    extend_fn: Callable[[int, int, Any], Any],
+    empty_partition_value: Any,
+    add_stage_fn: Callable[[int, int, Any], Any],
 ) -> Any:
     """Return the best value of any partition whose stages cost at most ``max_stage_cost``.
 
     Args:
-        empty_value: value of the empty partition.
-        extend_fn: computes the value of a partition from (cost of a stage, its layer count, value of the later stages).
+        empty_partition_value: value of the empty partition.
+        add_stage_fn: computes the value of a partition from (cost of a stage, its layer count, value of the later
+            stages).
     """
     layers = len(cost_prefix_sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
-    best_from: list[Any] = [None] * layers + [empty_value]
+    best_from: list[Any] = [None] * layers + [empty_partition_value]
     for _ in range(num_stages):
         best_from = [
             min(
                 (
-                    extend_fn(cost, j - i, best_from[j])
+                    add_stage_fn(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
                     if best_from[j] is not None
                     and (cost := cost_prefix_sums[j] - cost_prefix_sums[i]) <= max_stage_cost

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm import collectives
-from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_random_state_and_check_ranks
+from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_random_state_and_check_ranks_agree
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.gradient_accumulation import micro_batches as splitting
 from shardformer.gradient_accumulation.label_tracing import LabelTransform
@@ -21,34 +21,34 @@ from shardformer.gradient_accumulation.micro_batch_loss import (
     make_unsupported_loss_error,
 )
 from shardformer.gradient_accumulation.micro_batches import iter_named_tensors
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_sharded_module_and_prefix, get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
-from shardformer.pipeline.contrastive_losses import LossTrial, LossTrialResult
+from shardformer.pipeline.contrastive_losses import SampleIndependenceTrial, SampleIndependenceTrialResult
 from shardformer.pipeline.p2p_communication import StageCommunicator
 from shardformer.pipeline.runtime import (
     Batch,
     LastStageOutputs,
     LossFn,
-    MissingOutput,
+    MissingStageOutput,
     PipelineRuntime,
     PipelineStepInputs,
-    PipelineTrace,
+    PipelineTimingTrace,
 )
 from shardformer.pipeline.schedules import (
     LOSS_AVERAGES,
-    Schedule,
+    PipelineSchedule,
     make_forward_only_schedule,
     make_schedule,
     round_up_num_micro_batches,
 )
 from shardformer.pipeline.stage_forward import get_param_dtypes
-from shardformer.pipeline.stage_manager import PipelineStageManager, PipelineStages, build_stages
+from shardformer.pipeline.stage_manager import PipelineStageManager, PipelineStages, build_pipeline_stages
 from shardformer.public_names import deprecate_renamed_arguments
 from shardformer.random_state import RNGUseDetector, fork_rng, may_use_dropout
-from shardformer.torch_compat import get_wrapped_module_attr_name, has_data, is_compiled_in_place, tolist_or_ones
-from shardformer.transformers_compat import get_accepted_forward_kwargs, prepare_batch_without_cache
+from shardformer.torch_compat import get_wrapped_module_attr_name, has_real_data, is_compiled_in_place, tolist_or_ones
+from shardformer.transformers_compat import copy_batch_with_cache_disabled, get_accepted_forward_kwargs
 
 
 def ensure_training_mode(model: nn.Module) -> nn.Module:
@@ -141,8 +141,8 @@ class Pipeline:
             check_callable(name, function, f"{name} must be a function {signature}")
         check_choice("average_loss_over", average_loss_over, LOSS_AVERAGES)
         check_bool("allow_short_batches", allow_short_batches)
-        state = get_metadata(model)
-        self._sharded, _ = get_sharded_module(model)
+        state = get_sharding_metadata(model)
+        self._sharded, _ = get_sharded_module_and_prefix(model)
         self._model = self._sharded if state.context.pipe.size > 1 else model
         self._state, self._context = state, state.context
         if micro_batches is None and micro_batch_size is None:
@@ -241,12 +241,12 @@ class Pipeline:
         axis, last = self._manager.axis, self._manager.last_stage
         if gather:
             return collectives.broadcast_object(output, axis, last)
-        return output if axis.rank == last else MissingOutput(axis.rank)
+        return output if axis.rank == last else MissingStageOutput(axis.rank)
 
     @contextmanager
-    def trace(self) -> Iterator[PipelineTrace]:
+    def trace(self) -> Iterator[PipelineTimingTrace]:
         """Record when each forward and backward pass on this rank starts and ends in the ``with`` block."""
-        self._runtime.trace = PipelineTrace()
+        self._runtime.trace = PipelineTimingTrace()
         try:
             yield self._runtime.trace
         finally:
@@ -261,9 +261,9 @@ class Pipeline:
         loss_scale: float = 1.0,
         count_labels: bool = False,
     ) -> LastStageOutputs:
-        self._runtime.check_not_interrupted()
+        self._runtime.check_no_earlier_step_failed()
         batches = _to_batch_list(batch)
-        parts, sizes = self._split_batches(batches)
+        parts, sizes = self._split_batches_into_micro_batches(batches)
         inputs = self._select_model_inputs(parts)
         if self._state.check_call is not None:  # before any communication
             self._state.check_call(self._model, inputs[0])
@@ -271,8 +271,8 @@ class Pipeline:
         if not run_backward:
             schedule = make_forward_only_schedule(schedule)
         self._check_not_compiled()
-        draws = self._check_ranks_have_same_batch(batches)
-        runs_trial = not return_output and self._must_run_loss_trial(len(parts), run_backward=run_backward)
+        draws = self._check_same_batch_and_detect_randomness(batches)
+        runs_trial = not return_output and self._must_check_sample_independence(len(parts), run_backward=run_backward)
         with fork_rng(self._context.device):
             keys, seed = self._check_stages_agree(parts, run_backward, _draw_random_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
@@ -289,16 +289,16 @@ class Pipeline:
                 with self._stages.temporarily_override_forward(self._sharded):
                     self._runtime.run_step(PipelineStepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
-                head.stop_loss_recording()
+                head.stop_recording_loss_calls()
         if draws and self._may_use_random_numbers():
             _draw_random_seed()
         head.finalize_outputs()
         if not return_output:
-            loss, *noted = self._broadcast_loss(head, runs_trial)
+            loss, *noted = self._broadcast_loss_and_statistics(head, runs_trial)
             if self._must_check_factors:
-                _check_loss_factors_equal(*noted[:2])
+                _check_loss_factors_equal_over_ranks(*noted[:2])
                 self._must_check_factors = False
-            if runs_trial and has_data(loss):
+            if runs_trial and has_real_data(loss):
                 self._check_samples_are_independent(batches, len(parts), *map(bool, tolist_or_ones(noted[-1] > 0)))
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
@@ -316,7 +316,7 @@ class Pipeline:
                     remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
                 )
 
-    def _check_ranks_have_same_batch(self, batches: Sequence[Batch]) -> bool:
+    def _check_same_batch_and_detect_randomness(self, batches: Sequence[Batch]) -> bool:
         """Check that ranks received the same batch if the parallel layout requires it.
 
         Returns whether any of these ranks uses random numbers in training.
@@ -327,9 +327,13 @@ class Pipeline:
         elif not training:
             return False
         tensors = [x for batch in batches for _, x in iter_named_tensors(batch)]
-        return sync_random_state_and_check_ranks(self._state, tensors, self._may_use_random_numbers()) and training
+        return (
+            sync_random_state_and_check_ranks_agree(self._state, tensors, self._may_use_random_numbers()) and training
+        )
 
-    def _broadcast_loss(self, last_stage_outputs: LastStageOutputs, run_trial: bool) -> list[Tensor]:
+    def _broadcast_loss_and_statistics(
+        self, last_stage_outputs: LastStageOutputs, include_trial_flags: bool
+    ) -> list[Tensor]:
         """Broadcast the loss of a batch and statistics about it from the last pipeline stage to all stages.
 
         The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
@@ -339,21 +343,21 @@ class Pipeline:
         rows = [loss]
         if self._must_check_factors:
             rows += [last_stage_outputs.factors.to(loss), last_stage_outputs.factors.to(loss).square()]
-        if run_trial:
+        if include_trial_flags:
             rows += [
-                loss.new_tensor(float(self._needs_loss_trial(last_stage_outputs))),
+                loss.new_tensor(float(self._needs_sample_independence_trial(last_stage_outputs))),
                 loss.new_tensor(float(last_stage_outputs.compares_samples)),
             ]
-        with self._runtime.annotate_errors("at the end of a step"):
+        with self._runtime.add_stage_note_to_errors("at the end of a step"):
             loss = collectives.broadcast(
                 torch.stack(rows).to(self._context.device), self._manager.axis, self._manager.last_stage
             )
         if self._averages_tokens:
             loss = collectives.all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
         found = list(loss.unbind())
-        return [*found[:-2], loss[-2:]] if run_trial else found
+        return [*found[:-2], loss[-2:]] if include_trial_flags else found
 
-    def _must_run_loss_trial(self, num_micro_batches: int, *, run_backward: bool) -> bool:
+    def _must_check_sample_independence(self, num_micro_batches: int, *, run_backward: bool) -> bool:
         """Return whether this step must check that the loss does not compare samples.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
@@ -367,7 +371,7 @@ class Pipeline:
     def _requires_exact_loss(self, num_micro_batches: int) -> bool:
         return self._loss_weight is None and (num_micro_batches > 1 or self._averages_tokens)
 
-    def _needs_loss_trial(self, last_stage_outputs: LastStageOutputs) -> bool:
+    def _needs_sample_independence_trial(self, last_stage_outputs: LastStageOutputs) -> bool:
         """Return whether a test run of the loss is needed to detect comparisons between samples.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
@@ -376,12 +380,12 @@ class Pipeline:
             return False
         if not self._requires_exact_loss(len(last_stage_outputs.sizes)):
             return self._loss_fn is not None
-        return not last_stage_outputs.has_only_class_means or (
+        return not last_stage_outputs.averages_only_over_class_labels or (
             self._model.training and any(is_batch_norm(module) and module.training for module in self._model.modules())
         )
 
     def _check_samples_are_independent(
-        self, batches: Sequence[Batch], num_micro_batches: int, needs_trial: bool, is_known_to_compare: bool
+        self, batches: Sequence[Batch], num_micro_batches: int, needs_trial: bool, does_loss_compare_samples: bool
     ) -> None:
         """Raise ConfigError or warn if the loss compares samples that are in different parts of the batch.
 
@@ -391,12 +395,12 @@ class Pipeline:
         divisions = [f"into {num_micro_batches} micro-batches"] * (num_micro_batches > 1) + [
             f"over {size} data ranks"
         ] * (size > 1)
-        findings: Sequence[int] | None = [LossTrialResult.COMPARES] if is_known_to_compare else []
+        findings: Sequence[int] | None = [SampleIndependenceTrialResult.COMPARES] if does_loss_compare_samples else []
         is_exact, only_normalizes = self._requires_exact_loss(num_micro_batches), False
         if needs_trial:
             trial = trials.make_loss_trial(
                 batches[0],
-                *self._get_main_input_and_token_ids(),
+                *self._get_main_input_name_and_token_ids(),
                 require_full_samples=self._state.parameter_owner is not None,
                 weight_by_label_counts=self._loss_weight is None,
                 reject_unknown_counts=is_exact,
@@ -407,16 +411,16 @@ class Pipeline:
                     for module in buffer_writers:
                         module.training = True
                     findings, _ = self._run_loss_trial_on_all_ranks(trial)
-            if mode and findings is not None and LossTrialResult.COMPARES in findings:
+            if mode and findings is not None and SampleIndependenceTrialResult.COMPARES in findings:
                 with eval_mode(self._model):
                     in_eval, _ = self._run_loss_trial_on_all_ranks(trial)
-                only_normalizes = in_eval is not None and {*in_eval} == {LossTrialResult.INDEPENDENT}
+                only_normalizes = in_eval is not None and {*in_eval} == {SampleIndependenceTrialResult.INDEPENDENT}
         division, allows_gather = " and ".join(divisions), num_micro_batches == 1
         trials.check_loss_trial_results(findings or (), division, is_exact, allows_gather, only_normalizes)
         self._checked_modes.add(mode)
 
     def _run_loss_trial_on_all_ranks(
-        self, loss_trial: LossTrial | None
+        self, loss_trial: SampleIndependenceTrial | None
     ) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """Test the loss function on all ranks, and return the results and the modules that wrote to buffers.
 
@@ -426,7 +430,7 @@ class Pipeline:
         if not all(has_one for (has_one,) in collectives.all_gather_ints([loss_trial is not None], world)):
             return (), []
         assert loss_trial is not None
-        found, draws = LossTrialResult.INCONCLUSIVE, RNGUseDetector(self._context.device)
+        found, draws = SampleIndependenceTrialResult.INCONCLUSIVE, RNGUseDetector(self._context.device)
         buffer_writers: list[nn.Module] = []
         try:
             with trials.restore_model_after_trial(self._model, self._context.device) as buffer_writers:
@@ -434,17 +438,17 @@ class Pipeline:
                 found = self._run_loss_trial(loss_trial)
                 draws.stop()
         except Exception:  # no error, no finding
-            found = LossTrialResult.INCONCLUSIVE
-        return trials.merge_loss_trial_results(
+            found = SampleIndependenceTrialResult.INCONCLUSIVE
+        return trials.merge_independence_trial_results(
             collectives.all_gather_ints([int(found), bool(draws.seen)], world)
         ), buffer_writers
 
-    def _run_loss_trial(self, loss_trial: LossTrial) -> LossTrialResult:
+    def _run_loss_trial(self, loss_trial: SampleIndependenceTrial) -> SampleIndependenceTrialResult:
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
         parts = loss_trial.get_trial_micro_batches(data_rank)
         inputs, head = (
             self._select_model_inputs(parts),
-            trials.LossTrialOutputs(loss_trial, parts, self._stage_forward, self._loss_fn),
+            trials.SampleIndependenceTrialOutputs(loss_trial, parts, self._stage_forward, self._loss_fn),
         )
         keys, _ = self._check_stages_agree(inputs, False, 0)
         self._runtime.trace = None
@@ -453,13 +457,13 @@ class Pipeline:
                 schedule = make_forward_only_schedule(self._make_schedule(len(parts)))
                 self._runtime.run_step(PipelineStepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
-            head.stop_loss_recording()
+            head.stop_recording_loss_calls()
             self._runtime.trace, self._must_compare_batches = trace, compares
         dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
         dtypes |= {autocast} if (autocast := _get_autocast_dtype(self._context.device)) is not None else set()
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         return (
-            LossTrialResult.GATHERS
+            SampleIndependenceTrialResult.GATHERS
             if head.has_gathered
             else loss_trial.classify_losses(head.get_trial_losses(), data_rank=data_rank, eps=eps)
         )
@@ -467,17 +471,17 @@ class Pipeline:
     def _may_use_random_numbers(self) -> bool:
         """Return whether layers on this rank may use random numbers in training, such as for dropout.
 
-        Ranks of a stage may return different values if another thread draws numbers. ``_check_ranks_have_same_batch``
-        combines them.
+        Ranks of a stage may return different values if another thread draws numbers.
+        ``_check_same_batch_and_detect_randomness`` combines them.
         """
         return self._stages.uses_random or self._stage_forward.draws.seen is not False
 
-    def _get_main_input_and_token_ids(self) -> tuple[str | None, dict[str, int]]:
+    def _get_main_input_name_and_token_ids(self) -> tuple[str | None, dict[str, int]]:
         config = getattr(self._model, "config", None)
         return getattr(self._model, "main_input_name", None), splitting.get_special_token_ids(config)
 
-    def _split_batches(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
-        main, ids = self._get_main_input_and_token_ids()
+    def _split_batches_into_micro_batches(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
+        main, ids = self._get_main_input_name_and_token_ids()
         parts: list[dict[str, Any]] = []
         sizes: list[int] = []
         for batch in batches:
@@ -505,7 +509,8 @@ class Pipeline:
                 getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
             )
         return [
-            prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in micro_batches
+            copy_batch_with_cache_disabled(p, self._model, uses_gradient_checkpointing=self._is_checkpointed)
+            for p in micro_batches
         ]
 
     def _adjust_sizes_to_schedule(self, batch_size: int, micro_batch_sizes: list[int]) -> list[int]:
@@ -519,7 +524,7 @@ class Pipeline:
             else micro_batch_sizes
         )
 
-    def _make_schedule(self, num_micro_batches: int) -> Schedule:
+    def _make_schedule(self, num_micro_batches: int) -> PipelineSchedule:
         manager = self._manager
         return make_schedule(manager.schedule, manager.num_stages, num_micro_batches, manager.num_model_chunks)
 
@@ -536,7 +541,7 @@ class Pipeline:
         """
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _get_autocast_dtype(self._context.device)
-        shapes = [_get_batch_shapes(part) for part in micro_batches]
+        shapes = [_get_batch_shapes_and_dtypes(part) for part in micro_batches]
         axis, watch, training = self._manager.axis, self._state.monitor, self._model.training
         if axis.size == 1:
             return [(s, (run_backward, training, autocast, kinds)) for s in shapes], seed
@@ -544,17 +549,17 @@ class Pipeline:
             [t for part in micro_batches for _, t in iter_named_tensors(part)] if self._must_compare_batches else []
         )
         seen = (
-            watch.hash_inputs(tensors)
+            watch.hash_forward_inputs(tensors)
             if watch is not None
             else _hash_repr([collectives.compute_numel_and_hash(t) for t in tensors])
         )
         self._must_compare_batches = self._must_compare_batches and watch is not None
         is_frozen = not any(p.requires_grad and not p.is_meta for p in self._model.parameters())
-        steps = 0 if watch is None else watch.count_stepped_batches(is_frozen)
+        steps = 0 if watch is None else watch.count_batches_with_optimizer_step(is_frozen)
         options = 0 if watch is None else watch.hash_optimizer_options()
         modes = run_backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(micro_batches), *modes, seen, steps, options, _hash_repr(kinds), seed)
-        with self._runtime.annotate_errors("before a step"):
+        with self._runtime.add_stage_note_to_errors("before a step"):
             rows = self._mask_allowed_differences(collectives.all_gather_ints(local, axis))
         if watch is not None:
             watch.rounds_of_stages = max(row[STEPS] for row in rows)
@@ -601,7 +606,7 @@ class Pipeline:
     def _apply_gradient_checkpointing(self) -> None:
         if self._manager.num_stages > 1:
             self._stage_forward.move_overrides_to_wrappers(self._sharded)
-        for path in dict.fromkeys(self._stages.chain.layer_calls):
+        for path in dict.fromkeys(self._stages.chain.called_layer_paths):
             layer: Any = self._sharded.get_submodule(path)
             while (name := get_wrapped_module_attr_name(layer)) is not None:
                 layer = layer._modules[name]
@@ -622,7 +627,7 @@ def _to_batch_list(batch: Any) -> list[Batch]:
     )
 
 
-def _get_batch_shapes(micro_batch: Batch) -> Hashable:
+def _get_batch_shapes_and_dtypes(micro_batch: Batch) -> Hashable:
     return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in iter_named_tensors(micro_batch))
 
 
@@ -667,8 +672,10 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
-def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
-    if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
+def _check_loss_factors_equal_over_ranks(mean_factor: Tensor, mean_square_factor: Tensor) -> None:
+    if has_real_data(mean_factor) and not tolist_or_ones(
+        mean_square_factor - mean_factor.square() <= 1e-11 * mean_square_factor
+    ):
         raise make_unsupported_loss_error(
             "The model multiplies its mean losses by different factors on different data ranks."
         )
@@ -676,7 +683,7 @@ def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
 
 def _make_single_stage(model: nn.Module, metadata: ShardingMetadata) -> PipelineStages:
     manager = PipelineStageManager(metadata.context, "1f1b")
-    metadata.stages = stages = build_stages(model, metadata.request.policy, manager)
+    metadata.stages = stages = build_pipeline_stages(model, metadata.request.policy, manager)
     stages.uses_random = may_use_dropout(model)
     stages.install_forward_overrides(model, metadata.activations, metadata.context)
     return stages

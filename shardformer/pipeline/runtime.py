@@ -16,7 +16,7 @@ from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossSca
 from shardformer.gradient_accumulation.micro_batches import iter_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageCommunicator
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule
+from shardformer.pipeline.schedules import ActionKind, PipelineAction, PipelineSchedule
 from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
 from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_all_nan
 from shardformer.pipeline.stage_manager import PipelineStages
@@ -58,10 +58,10 @@ class LastStageOutputs:
         self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
-    def start_loss_recording(self, micro_batch_index: int) -> None:
+    def start_recording_loss_calls(self, micro_batch_index: int) -> None:
         """Start recording the calls of loss functions for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
-            self._weights.start_recording(micro_batch_index)
+            self._weights.start_recording_loss_calls(micro_batch_index)
 
     def store_output(self, micro_batch_index: int, output: Any) -> Tensor | None:
         """Store the model's output for a micro-batch, and return its loss for the backward pass, if any."""
@@ -71,8 +71,8 @@ class LastStageOutputs:
         try:
             loss = self._extract_loss(output, self._parts[micro_batch_index])
         finally:
-            self._weights.stop_recording()
-        self._check_first_loss(loss, output)
+            self._weights.stop_recording_loss_calls()
+        self._check_first_loss_is_not_nan(loss, output)
         if self.checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch_index], self.sizes[micro_batch_index]
             self.compares_samples = does_loss_compare_samples(self._loss_fn, output, part, size, len(self._parts))
@@ -93,7 +93,7 @@ class LastStageOutputs:
             remedy="Add labels to the batch, or pass a loss_fn(output, micro_batch) that returns a scalar tensor.",
         )
 
-    def _check_first_loss(self, loss: Tensor, output: Any) -> None:
+    def _check_first_loss_is_not_nan(self, loss: Tensor, output: Any) -> None:
         """Raise an error if the first loss is NaN because of the labels or the pipeline."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iter_named_tensors({"output": output})]
@@ -112,24 +112,24 @@ class LastStageOutputs:
         )
 
     @property
-    def has_only_class_means(self) -> bool:
+    def averages_only_over_class_labels(self) -> bool:
         """Whether the loss only averages over class labels, and so cannot compare samples."""
         return self._weights is not None and self._weights.has_only_class_means
 
-    def stop_loss_recording(self) -> None:
+    def stop_recording_loss_calls(self) -> None:
         """Stop recording calls of loss functions. Called after the last forward pass or an error."""
         if self._weights is not None:
-            self._weights.stop_recording()
+            self._weights.stop_recording_loss_calls()
 
     def finalize_outputs(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
             self.output = (
-                replace_placeholders_with_none(merge_micro_batch_outputs(ordered, self.sizes)) if ordered else None
+                replace_nan_placeholders_with_none(merge_micro_batch_outputs(ordered, self.sizes)) if ordered else None
             )
         elif self.loss is not None:
             self._weights.run_deferred_checks()
-            self.counted, self.factors = self._weights.num_counted_labels, self._weights.factors_hash
+            self.counted, self.factors = self._weights.num_counted_labels, self._weights.loss_factors_hash
 
 
 def find_loss_in_output(output: Any) -> Tensor | None:
@@ -158,7 +158,7 @@ def _describe_output(output: Any) -> str:
     return f"a {type(output).__name__}{shape}"
 
 
-class MissingOutput:
+class MissingStageOutput:
     """A placeholder that ``Pipeline.forward`` returns on all but the last stage. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
@@ -179,7 +179,7 @@ class MissingOutput:
         )
 
 
-def replace_placeholders_with_none(output: Any) -> Any:
+def replace_nan_placeholders_with_none(output: Any) -> Any:
     """Replace the outputs that only other pipeline stages compute with None."""
     tensors = [t for _, t in iter_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_all_nan(t)}
@@ -207,7 +207,7 @@ class PipelineStepInputs:
         loss_scale: factor of the loss in the backward pass.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     batches: Sequence[Mapping[str, Any]]
     shape_keys: Sequence[Hashable]
     seeds: Sequence[int | None]
@@ -216,7 +216,7 @@ class PipelineStepInputs:
 
 
 @dataclass
-class PipelineTrace:
+class PipelineTimingTrace:
     """The measured start and end of this rank's forward and backward passes, in seconds since ``start``.
 
     Args:
@@ -224,7 +224,7 @@ class PipelineTrace:
         start: start of the last step according to ``time.perf_counter``, which the processes of a machine share.
     """
 
-    spans: list[tuple[Action, float, float]] = field(default_factory=list)
+    spans: list[tuple[PipelineAction, float, float]] = field(default_factory=list)
     in_flight: int = 0
     start: float = 0.0
 
@@ -250,9 +250,9 @@ class PipelineRuntime:
         self._in_flight: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
         self._interrupted_at = ""
-        self.trace: PipelineTrace | None = None
+        self.trace: PipelineTimingTrace | None = None
 
-    def check_not_interrupted(self) -> None:
+    def check_no_earlier_step_failed(self) -> None:
         """Raise LaunchError if an earlier training step failed on this rank."""
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
@@ -275,8 +275,8 @@ class PipelineRuntime:
             began, waited = time.perf_counter(), self._exchange.seconds_waited
             self._interrupted_at = _describe_action(action)
             with (
-                self.annotate_errors(self._interrupted_at),
-                self._exchange.collective_log.set_call_site(action=str(action)),
+                self.add_stage_note_to_errors(self._interrupted_at),
+                self._exchange.collective_log.temporarily_set_call_site(pipeline_action=str(action)),
             ):
                 self._run_action(action)
             if self.trace is not None:
@@ -284,11 +284,11 @@ class PipelineRuntime:
                 self.trace.spans.append((action, began - start, time.perf_counter() - start))
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._in_flight, *self._weights}))
         self._interrupted_at = "at the end of a step"
-        with self.annotate_errors(self._interrupted_at):
+        with self.add_stage_note_to_errors(self._interrupted_at):
             self._exchange.wait_for_sends()
         self._interrupted_at = ""
 
-    def _run_action(self, action: Action) -> None:
+    def _run_action(self, action: PipelineAction) -> None:
         if action.kind is ActionKind.FORWARD:
             self._run_forward(action)
         elif action.kind is ActionKind.WEIGHT:
@@ -297,7 +297,7 @@ class PipelineRuntime:
         else:
             self._run_backward(action)
 
-    def _run_forward(self, action: Action) -> None:
+    def _run_forward(self, action: PipelineAction) -> None:
         stage, index = action.stage, action.micro_batch
         step, span = self._step, self._spans[stage]
         received: list[Tensor] = []
@@ -311,7 +311,7 @@ class PipelineRuntime:
         states = [x.view_as(x) for x in received]
         run = StageForwardState(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
-            run.on_last_layer_end = lambda: step.last_stage_outputs.start_loss_recording(index)
+            run.on_last_layer_end = lambda: step.last_stage_outputs.start_recording_loss_calls(index)
         output, payload = self._stage_forward.run_stage_forward(
             self._model, run, lambda: self._model(**step.batches[index])
         )
@@ -333,7 +333,7 @@ class PipelineRuntime:
         )
         return [name != "hidden" or not is_sharded for name in activations]
 
-    def _run_backward(self, action: Action) -> None:
+    def _run_backward(self, action: PipelineAction) -> None:
         stage, index = action.stage, action.micro_batch
         live = self._in_flight.pop((stage, index))
         outputs = [live.loss] if live.loss is not None else []
@@ -348,7 +348,7 @@ class PipelineRuntime:
             self._exchange.send_tensors(action, input_grads, [])
 
     def _compute_input_grads(
-        self, action: Action, outputs: list[Tensor], grad_outputs: Sequence[Tensor | None], inputs: list[Tensor]
+        self, action: PipelineAction, outputs: list[Tensor], grad_outputs: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grad_outputs, strict=False) if y.requires_grad]
         if action.kind is ActionKind.INPUT:
@@ -364,7 +364,7 @@ class PipelineRuntime:
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
-    def annotate_errors(self, location: str) -> Iterator[None]:
+    def add_stage_note_to_errors(self, location: str) -> Iterator[None]:
         """Add a note with the pipeline stage and the current action to errors in the ``with`` block."""
         location = f"stage {self._stage}, {location}"
         try:
@@ -376,7 +376,7 @@ class PipelineRuntime:
             raise
 
 
-def _describe_action(action: Action) -> str:
+def _describe_action(action: PipelineAction) -> str:
     kind = {
         ActionKind.FORWARD: "forward",
         ActionKind.BACKWARD: "backward",

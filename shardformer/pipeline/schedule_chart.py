@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem import replace_file_atomically
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, compute_bubble_fraction
+from shardformer.pipeline.schedules import (
+    ActionKind,
+    PipelineAction,
+    PipelineSchedule,
+    Timeline,
+    compute_bubble_fraction,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +40,7 @@ _COLUMN_AND_MAX_WIDTH = 0.3, 40.0  # inches
 _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
-def format_schedule_as_text(schedule: Schedule, timeline: Timeline, max_line_width: int | None = None) -> str:
+def format_schedule_as_text(schedule: PipelineSchedule, timeline: Timeline, max_line_width: int | None = None) -> str:
     """Draw a pipeline schedule as a text grid, with a legend, its idle time and its micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
@@ -45,7 +51,7 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, max_line_wid
         max_line_width: maximum line length, or None for no limit. A longer grid is split into bands. If there are more
             than five bands, only the first two and the last two are printed, because the pattern repeats.
     """
-    rows, unit = _get_grid_cells(schedule, timeline), _get_shortest_action_duration(timeline)
+    rows, unit = _make_grid_cells(schedule, timeline), _get_shortest_action_duration(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
     row_labels = [f"rank {rank} |".rjust(len(f"rank {len(rows) - 1} |")) for rank in range(len(rows))]
     columns = len(rows[0])
@@ -66,7 +72,7 @@ def format_schedule_as_text(schedule: Schedule, timeline: Timeline, max_line_wid
     return "\n".join([*lines, *_get_legend_lines(schedule, timeline), *get_schedule_summary_lines(schedule, timeline)])
 
 
-def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+def timeline_to_dict(schedule: PipelineSchedule, timeline: Timeline) -> dict[str, Any]:
     """Convert a simulated schedule to a JSON-compatible dict with the start and end of each action."""
     ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
     return {
@@ -76,7 +82,7 @@ def timeline_to_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def get_schedule_summary_lines(schedule: Schedule, timeline: Timeline) -> list[str]:
+def get_schedule_summary_lines(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
     """Describe the idle time (bubble) and the micro-batches in flight of a schedule in two lines of text."""
     form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = (
@@ -90,7 +96,7 @@ def get_schedule_summary_lines(schedule: Schedule, timeline: Timeline) -> list[s
     ]
 
 
-def _format_chunk_note(schedule: Schedule) -> str:
+def _format_chunk_note(schedule: PipelineSchedule) -> str:
     return " (of one chunk)" if schedule.num_model_chunks > 1 else ""
 
 
@@ -98,7 +104,7 @@ def _format_row(label: str, cells: Sequence[str], cell_width: int) -> str:
     return (label + "".join(f" {text:{cell_width - 1}}" for text in cells)).rstrip()
 
 
-def _get_legend_lines(schedule: Schedule, timeline: Timeline) -> list[str]:
+def _get_legend_lines(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
     kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _get_action_kinds(schedule))
     lines = [f"{kinds}; the number is the micro-batch"]
     if schedule.num_model_chunks > 1:
@@ -112,18 +118,18 @@ def _get_legend_lines(schedule: Schedule, timeline: Timeline) -> list[str]:
     return lines
 
 
-def format_action(schedule: Schedule, action: Action) -> str:
+def format_action(schedule: PipelineSchedule, action: PipelineAction) -> str:
     """Format a forward or backward pass in a schedule as short text, such as ``F3b`` for micro-batch 3."""
     return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.get_chunk_index(action.stage))}"
 
 
-def _format_chunk_suffix(schedule: Schedule, chunk: int) -> str:
+def _format_chunk_suffix(schedule: PipelineSchedule, chunk: int) -> str:
     if schedule.num_model_chunks == 1:
         return ""
     return ascii_lowercase[chunk] if schedule.num_model_chunks <= len(ascii_lowercase) else f".{chunk}"
 
 
-def _get_action_kinds(schedule: Schedule) -> list[ActionKind]:
+def _get_action_kinds(schedule: PipelineSchedule) -> list[ActionKind]:
     found = {action.kind for order in schedule.actions for action in order}
     return [kind for kind in ActionKind if kind in found]
 
@@ -132,7 +138,7 @@ def _get_shortest_action_duration(timeline: Timeline) -> float:
     return min(span.end - span.start for row in timeline.spans for span in row)
 
 
-def _get_grid_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
+def _make_grid_cells(schedule: PipelineSchedule, timeline: Timeline) -> list[list[str]]:
     """Return the cells of the text grid of a schedule, one list per rank. Every action has at least one cell."""
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
@@ -187,7 +193,7 @@ def write_chart_atomically(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def save_schedule_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
+def save_schedule_chart(schedule: PipelineSchedule, timeline: Timeline, path: Path) -> None:
     """Draw a pipeline schedule as a chart with one row per rank, and save it as an SVG or PNG file.
 
     Raises ConfigError if ``path`` is invalid (see ``check_chart_path``) or writing fails.
@@ -212,7 +218,7 @@ def save_schedule_chart(schedule: Schedule, timeline: Timeline, path: Path) -> N
             figure.savefig(hidden, dpi=160, metadata=metadata)
 
 
-def _draw_action_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_unit: float) -> None:
+def _draw_action_boxes(axes: Axes, schedule: PipelineSchedule, timeline: Timeline, points_per_unit: float) -> None:
     from matplotlib.patches import Rectangle
 
     digits = len(str(schedule.micro_batches - 1))
@@ -230,7 +236,7 @@ def _draw_action_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, point
                 text.set(horizontalalignment="center", verticalalignment="center_baseline")
 
 
-def _draw_axis_labels_and_title(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
+def _draw_axis_labels_and_title(axes: Axes, schedule: PipelineSchedule, timeline: Timeline) -> None:
     ranks = range(schedule.stages)
     axes.set(xlim=(0, timeline.makespan), ylim=(schedule.stages - 0.5, -0.5))
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
@@ -252,13 +258,13 @@ def _draw_axis_labels_and_title(axes: Axes, schedule: Schedule, timeline: Timeli
     axes.annotate(cost, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=9, color="#444444")
 
 
-def _draw_legend(axes: Axes, schedule: Schedule) -> None:
+def _draw_legend(axes: Axes, schedule: PipelineSchedule) -> None:
     from matplotlib.patches import Patch
 
     patches = []
     for kind in _get_action_kinds(schedule):
         for chunk in range(schedule.num_model_chunks):
-            face = get_action_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
+            face = get_action_colors(schedule, PipelineAction(kind, chunk * schedule.stages, 0))[0]
             of = f", chunk {_format_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # pad to a full column: matplotlib divides the list into columns of equal length
@@ -268,7 +274,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 
 
-def get_action_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
+def get_action_colors(schedule: PipelineSchedule, action: PipelineAction) -> tuple[str, str]:
     """Return the colors of the box and text of an action in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))

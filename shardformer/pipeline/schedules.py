@@ -33,7 +33,7 @@ class ActionKind(StrEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Action:
+class PipelineAction:
     """A forward or backward pass of one micro-batch through one virtual stage.
 
     >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
@@ -52,21 +52,25 @@ class Action:
         """The index of the virtual stage that receives the result of this forward or backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
-    def get_dependencies(self, last_stage: int) -> tuple[Action, ...]:
+    def get_dependencies(self, last_stage: int) -> tuple[PipelineAction, ...]:
         """Return the forward and backward passes that must complete before this one can start.
 
         Args:
             last_stage: index of the last virtual stage.
         """
-        forward = Action(ActionKind.FORWARD, self.stage, self.micro_batch)
+        forward = PipelineAction(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
-            return (Action(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
+            return (PipelineAction(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
         if self.kind is ActionKind.WEIGHT:
-            return (Action(ActionKind.INPUT, self.stage, self.micro_batch),)
-        return (forward, Action(self.kind, self.stage + 1, self.micro_batch)) if self.stage < last_stage else (forward,)
+            return (PipelineAction(ActionKind.INPUT, self.stage, self.micro_batch),)
+        return (
+            (forward, PipelineAction(self.kind, self.stage + 1, self.micro_batch))
+            if self.stage < last_stage
+            else (forward,)
+        )
 
 
-RankActions = tuple[Action, ...]
+RankActions = tuple[PipelineAction, ...]
 """The actions of one rank, in order."""
 
 
@@ -78,15 +82,15 @@ class _PipelineSimulator:
 
     def __init__(self, num_ranks: int, last_stage: int) -> None:
         self.last = last_stage
-        self.done: set[Action] = set()  # in earlier steps
-        self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.done: set[PipelineAction] = set()  # in earlier steps
+        self.orders: list[list[PipelineAction]] = [[] for _ in range(num_ranks)]
         self.in_flight = [0] * num_ranks  # (virtual stage, micro-batch) pairs from their F to their W
 
-    def is_ready(self, action: Action) -> bool:
+    def can_run(self, action: PipelineAction) -> bool:
         return self.done.issuperset(action.get_dependencies(self.last))
 
     def run_until_done(
-        self, num_actions: int, choose_action_fn: Callable[[int], Action | None]
+        self, num_actions: int, choose_action_fn: Callable[[int], PipelineAction | None]
     ) -> tuple[RankActions, ...]:
         """Simulate the pipeline, and return the order in which each rank runs its actions.
 
@@ -104,7 +108,9 @@ class _PipelineSimulator:
         return tuple(map(tuple, self.orders))
 
 
-def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) -> tuple[RankActions, ...]:
+def split_backwards_into_input_and_weight(
+    rank_actions: Sequence[RankActions], last_stage: int
+) -> tuple[RankActions, ...]:
     """Split each backward pass (B) into one for inputs (I) and a later one for weights (W), to reduce idle time.
 
     I replaces B. W runs where the rank would otherwise be idle.
@@ -119,14 +125,14 @@ def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) 
     """
     as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
     wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in rank_actions]
-    weights: list[deque[Action]] = [deque() for _ in rank_actions]
+    weights: list[deque[PipelineAction]] = [deque() for _ in rank_actions]
     limit = max(get_peak_in_flight_micro_batches(order) for order in rank_actions)
     state = _PipelineSimulator(len(rank_actions), last_stage)
 
-    def choose_next_action(rank: int) -> Action | None:
+    def choose_next_action(rank: int) -> PipelineAction | None:
         first = wanted[rank][0] if wanted[rank] else None
         is_full = state.in_flight[rank] >= limit
-        if first and state.is_ready(first) and not (is_full and first.kind is ActionKind.FORWARD):
+        if first and state.can_run(first) and not (is_full and first.kind is ActionKind.FORWARD):
             wanted[rank].popleft()
             if first.kind is ActionKind.INPUT:
                 weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
@@ -137,12 +143,12 @@ def split_backward_passes(rank_actions: Sequence[RankActions], last_stage: int) 
     return state.run_until_done(3 * num_backwards, choose_next_action)
 
 
-def get_peak_in_flight_micro_batches(rank_actions: Sequence[Action]) -> int:
+def get_peak_in_flight_micro_batches(rank_actions: Sequence[PipelineAction]) -> int:
     """Return how many micro-batch activations a rank stores at most, counted per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in rank_actions), initial=0))
 
 
-def _build_zbv(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
+def _build_zero_bubble_v_schedule(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the zero-bubble V schedule (ZB-V), in which each rank runs two model chunks.
 
     A micro-batch passes the first chunks (a) from the first rank to the last, and the second chunks (b) back.
@@ -155,20 +161,20 @@ def _build_zbv(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ..
         1 | .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
     if num_micro_batches < 2 * num_stages - 1:
-        return _build_zbv_few_micro_batches(num_stages, num_micro_batches)
-    return tuple(_build_zbv_rank_actions(num_stages, num_micro_batches, rank) for rank in range(num_stages))
+        return _build_zero_bubble_v_few_micro_batches(num_stages, num_micro_batches)
+    return tuple(_build_zero_bubble_v_rank_actions(num_stages, num_micro_batches, rank) for rank in range(num_stages))
 
 
-def _build_zbv_rank_actions(num_stages: int, num_micro_batches: int, rank: int) -> RankActions:
+def _build_zero_bubble_v_rank_actions(num_stages: int, num_micro_batches: int, rank: int) -> RankActions:
     """Return the forward and backward passes of one rank in the ZB-V schedule (Qi et al., 2024)."""
     down, up, ranks_left = rank, 2 * num_stages - 1 - rank, num_stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
-    order: list[Action] = []
+    order: list[PipelineAction] = []
 
     def append_actions(num_repeats: int, *kinds_and_stages: tuple[ActionKind, int]) -> None:
         for step in kinds_and_stages * num_repeats:
             if counts[step] < num_micro_batches:
-                order.append(Action(*step, counts[step]))
+                order.append(PipelineAction(*step, counts[step]))
                 counts[step] += 1
 
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
@@ -184,7 +190,7 @@ def _build_zbv_rank_actions(num_stages: int, num_micro_batches: int, rank: int) 
     return tuple(order)
 
 
-def _build_zbv_few_micro_batches(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
+def _build_zero_bubble_v_few_micro_batches(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the ZB-V schedule for fewer than 2p - 1 micro-batches on p stages.
 
     The second chunk has priority over the first, and F over I. W runs if no other action can. One of the 2p activation
@@ -194,15 +200,15 @@ def _build_zbv_few_micro_batches(num_stages: int, num_micro_batches: int) -> tup
     state = _PipelineSimulator(num_stages, last)
     next_micro_batch = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}
 
-    def choose_next_action(rank: int) -> Action | None:
+    def choose_next_action(rank: int) -> PipelineAction | None:
         down, up = rank, last - rank
         priorities = [(kind, stage) for stage in (up, down) for kind in (ActionKind.FORWARD, ActionKind.INPUT)]
         for kind, stage in (*priorities, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
-            action = Action(kind, stage, next_micro_batch[kind, stage])
+            action = PipelineAction(kind, stage, next_micro_batch[kind, stage])
             room = limit - state.in_flight[rank] - (stage == down)
             if (
                 action.micro_batch < num_micro_batches
-                and state.is_ready(action)
+                and state.can_run(action)
                 and (kind is not ActionKind.FORWARD or room > 0)
             ):
                 next_micro_batch[kind, stage] += 1
@@ -220,7 +226,7 @@ _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A pipeline schedule, which lists the forward and backward passes of each rank in order.
 
     Args:
@@ -250,46 +256,49 @@ MAX_ACTIONS = 2**20
 
 
 @lru_cache(maxsize=256)
-def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(
+    schedule_name: str, num_stages: int, num_micro_batches: int, num_chunks: int | None = None
+) -> PipelineSchedule:
     """Build a pipeline schedule by name for the specified numbers of stages and micro-batches.
 
     Args:
-        chunks: virtual stages per rank, or None for the schedule's default.
+        num_chunks: virtual stages per rank, or None for the schedule's default.
 
     Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
-    chunks = get_default_num_chunks(name) if chunks is None else chunks
-    check_schedule(name, stages, chunks)
-    _check_num_micro_batches(name, stages, micro_batches, chunks)
-    if stages * chunks * micro_batches > MAX_ACTIONS:
+    num_chunks = get_default_num_chunks(schedule_name) if num_chunks is None else num_chunks
+    check_schedule(schedule_name, num_stages, num_chunks)
+    _check_num_micro_batches(schedule_name, num_stages, num_micro_batches, num_chunks)
+    if num_stages * num_chunks * num_micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"The product of {micro_batches} micro-batches, {stages} stages and {chunks} chunks per stage exceeds the "
-            f"maximum of {MAX_ACTIONS:,}.",
+            f"The product of {num_micro_batches} micro-batches, {num_stages} stages and {num_chunks} chunks per stage "
+            f"exceeds the maximum of {MAX_ACTIONS:,}.",
             remedy="Use fewer micro-batches, stages or chunks.",
         )
-    placement = assign_virtual_stages(name, stages, chunks)
-    if name == "gpipe":
-        orders = _build_gpipe(stages, micro_batches)
-    elif name == "1f1b":
-        orders = _build_1f1b(stages, micro_batches)
-    elif name == "interleaved":
-        orders = _build_interleaved(stages, micro_batches, chunks)
-    elif name == "interleaved_zb":
-        orders = split_backward_passes(
-            _build_interleaved(stages, micro_batches, chunks), last_stage=stages * chunks - 1
+    placement = assign_virtual_stages(schedule_name, num_stages, num_chunks)
+    if schedule_name == "gpipe":
+        orders = _build_gpipe_schedule(num_stages, num_micro_batches)
+    elif schedule_name == "1f1b":
+        orders = _build_1f1b_schedule(num_stages, num_micro_batches)
+    elif schedule_name == "interleaved":
+        orders = _build_interleaved_schedule(num_stages, num_micro_batches, num_chunks)
+    elif schedule_name == "interleaved_zb":
+        orders = split_backwards_into_input_and_weight(
+            _build_interleaved_schedule(num_stages, num_micro_batches, num_chunks),
+            last_stage=num_stages * num_chunks - 1,
         )
     else:
-        orders = _build_zbv(stages, micro_batches)
-    return Schedule(name, stages, micro_batches, chunks, placement, orders)
+        orders = _build_zero_bubble_v_schedule(num_stages, num_micro_batches)
+    return PipelineSchedule(schedule_name, num_stages, num_micro_batches, num_chunks, placement, orders)
 
 
-def make_forward_only_schedule(schedule: Schedule) -> Schedule:
+def make_forward_only_schedule(schedule: PipelineSchedule) -> PipelineSchedule:
     """Return a copy of a pipeline schedule without backward passes, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
 
-def get_sent_actions(schedule: Schedule, sender_rank: int, receiver_rank: int) -> RankActions:
+def get_sent_actions(schedule: PipelineSchedule, sender_rank: int, receiver_rank: int) -> RankActions:
     """Return the actions of one rank whose results must be sent to another rank, in order.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
@@ -302,7 +311,7 @@ def get_sent_actions(schedule: Schedule, sender_rank: int, receiver_rank: int) -
     )
 
 
-def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
+def find_receiver_rank(schedule: PipelineSchedule, action: PipelineAction) -> int | None:
     """Return the rank that needs the result of a forward or backward pass, or None."""
     is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last_stage
     return schedule.placement[action.receiver_stage] if is_sent else None
@@ -367,7 +376,7 @@ def _check_num_micro_batches(schedule_name: str, num_stages: int, num_micro_batc
         )
 
 
-def _build_gpipe(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
+def _build_gpipe_schedule(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the GPipe schedule (Huang et al., 2019): all forward passes, then all backward passes.
 
     Each rank keeps the activations of all m micro-batches.
@@ -383,7 +392,7 @@ def _build_gpipe(num_stages: int, num_micro_batches: int) -> tuple[RankActions, 
     return _build_rank_actions(num_stages, num_micro_batches, 1, lambda rank: num_micro_batches)
 
 
-def _build_1f1b(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
+def _build_1f1b_schedule(num_stages: int, num_micro_batches: int) -> tuple[RankActions, ...]:
     """Build the 1F1B schedule (Narayanan et al., 2021), which alternates forward and backward passes.
 
     Rank r first runs p - 1 - r extra forward passes, so it keeps the activations of p - r micro-batches instead of m::
@@ -398,7 +407,7 @@ def _build_1f1b(num_stages: int, num_micro_batches: int) -> tuple[RankActions, .
     return _build_rank_actions(num_stages, num_micro_batches, 1, lambda rank: num_stages - 1 - rank)
 
 
-def _build_interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[RankActions, ...]:
+def _build_interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[RankActions, ...]:
     """Build the interleaved 1F1B schedule, in which each rank runs v model chunks (Narayanan et al., 2021).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
@@ -422,9 +431,9 @@ def _build_rank_actions(
 ) -> tuple[RankActions, ...]:
     """Return the order of forward and backward passes on each rank: warm-up, alternation, cool-down."""
 
-    def get_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
+    def get_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[PipelineAction]:
         return [
-            Action(kind, chunk * num_stages + rank, i)
+            PipelineAction(kind, chunk * num_stages + rank, i)
             for group in range(0, num_micro_batches, num_stages)
             for chunk in chunk_order
             for i in range(group, min(group + num_stages, num_micro_batches))
@@ -450,10 +459,10 @@ DURATIONS: Mapping[ActionKind, float] = {
 Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, int], float]
 
 
-class ActionSpan(NamedTuple):
+class PipelineActionSpan(NamedTuple):
     """The simulated start and end time of a forward or backward pass."""
 
-    action: Action
+    action: PipelineAction
     start: float
     end: float
 
@@ -471,14 +480,16 @@ class Timeline:
             kept from its F to the end of its B or W.
     """
 
-    spans: tuple[tuple[ActionSpan, ...], ...]
+    spans: tuple[tuple[PipelineActionSpan, ...], ...]
     makespan: float
     idle: tuple[float, ...]
     bubble: float
     in_flight: tuple[int, ...]
 
 
-def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send_duration: float = 0.0) -> Timeline:
+def simulate_schedule(
+    schedule: PipelineSchedule, durations: Durations = DURATIONS, send_duration: float = 0.0
+) -> Timeline:
     """Simulate a pipeline schedule in which each rank runs its actions as early as possible.
 
     Args:
@@ -500,7 +511,7 @@ def simulate_schedule(schedule: Schedule, durations: Durations = DURATIONS, send
             f"0 to {schedule.last_stage}.",
             remedy="Use one of these virtual stages, or pass one duration for each kind of action.",
         )
-    spans, stuck = _simulate_ranks(schedule, of, send_duration)
+    spans, stuck = _simulate_ranks_and_find_deadlock(schedule, of, send_duration)
     if stuck:
         raise ConfigError(
             f"The schedule {schedule.name!r} deadlocks: {stuck}.",
@@ -536,12 +547,12 @@ def compute_bubble_fraction(
     return (num_stages - 1) / (pairs + num_stages - 1)
 
 
-def _simulate_ranks(
-    schedule: Schedule, durations: Mapping[ActionKind | tuple[ActionKind, int], float], send_duration: float
-) -> tuple[list[list[ActionSpan]], str]:
+def _simulate_ranks_and_find_deadlock(
+    schedule: PipelineSchedule, durations: Mapping[ActionKind | tuple[ActionKind, int], float], send_duration: float
+) -> tuple[list[list[PipelineActionSpan]], str]:
     """Simulate all ranks, and return the start and end of each action and a description of any deadlock."""
-    spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
-    ended: dict[Action, tuple[float, int]] = {}
+    spans: list[list[PipelineActionSpan]] = [[] for _ in schedule.actions]
+    ended: dict[PipelineAction, tuple[float, int]] = {}
     has_progress = True
     while has_progress:
         has_progress = False
@@ -557,7 +568,7 @@ def _simulate_ranks(
                 start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                 at_stage = (action.kind, action.stage)
                 ended[action] = start + durations.get(at_stage, durations[action.kind]), rank
-                spans[rank].append(ActionSpan(action, start, ended[action][0]))
+                spans[rank].append(PipelineActionSpan(action, start, ended[action][0]))
                 has_progress = True
     waiting = []
     for rank, order in enumerate(schedule.actions):

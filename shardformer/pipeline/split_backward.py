@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from shardformer.torch_compat import (
     Node,
     as_tuple,
-    copy_sequence_number,
+    copy_autograd_sequence_number,
     get_autograd_function_class,
     get_gradient_shape,
-    has_unpack_hooks,
+    has_saved_tensor_unpack_hooks,
     release_saved_tensors,
 )
 
@@ -69,13 +69,15 @@ def run_input_backward(
     input_grads: list[Tensor | None] = [None] * len(inputs)
     if not output_grads:
         return input_grads, WeightBackward(other_outputs)
-    runs_once = any(map(_requires_full_backward, chain)) or any(has_unpack_hooks(branch.node) for branch in branches)
+    runs_once = any(map(_requires_full_backward, chain)) or any(
+        has_saved_tensor_unpack_hooks(branch.node) for branch in branches
+    )
     if runs_once or not is_ordered:
         return _run_full_backward(output_grads + other_outputs, inputs), WeightBackward([])
     reached = {i: edge for i, edge in input_edges.items() if edge.node in chain}
-    ran: list[_BranchNode] = []
+    ran: list[_InputAndWeightGradNode] = []
     for branch in branches:
-        branch.add_hooks(ran)
+        branch.register_grad_recording_hooks(ran)
     try:
         edges, values = zip(*output_grads)
         results = torch.autograd.grad(edges, list(reached.values()), values, retain_graph=bool(branches))
@@ -96,7 +98,7 @@ class WeightBackward:
     def __init__(
         self,
         other_output_grads: list[tuple[GradientEdge, Tensor]],
-        branch_nodes: list[_BranchNode] | None = None,
+        branch_nodes: list[_InputAndWeightGradNode] | None = None,
         output_edges: list[GradientEdge] | None = None,
     ) -> None:
         self._other_outputs, self._branches, self._output_edges = (
@@ -124,7 +126,7 @@ class WeightBackward:
 
 
 @dataclass(eq=False)
-class _BranchNode:
+class _InputAndWeightGradNode:
     """An autograd node that passes gradients both to inputs and to weights.
 
     Args:
@@ -141,7 +143,7 @@ class _BranchNode:
     needed_grads: tuple[bool, ...] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
 
-    def add_hooks(self, executed_nodes: list[_BranchNode]) -> None:
+    def register_grad_recording_hooks(self, executed_nodes: list[_InputAndWeightGradNode]) -> None:
         """Register hooks that store the gradients reaching this autograd node, for the later weight part.
 
         Args:
@@ -153,7 +155,7 @@ class _BranchNode:
             self.grads = grads
             if self._supports_partial_grads():
                 self.needed_grads = self.node.needs_input_grad
-                self.node.needs_input_grad = self._select_needed_grads(select_weights=False)
+                self.node.needs_input_grad = self._get_needs_input_grad(select_weights=False)
                 if any(grad is None for grad in grads):
                     self.node.apply = apply_with_raw_grads
 
@@ -184,16 +186,16 @@ class _BranchNode:
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
-        return sum(needs) == len(self._get_edge_indices())
+        return sum(needs) == len(self._get_connected_edge_indices())
 
-    def _get_edge_indices(self) -> list[int]:
+    def _get_connected_edge_indices(self) -> list[int]:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
-    def _select_needed_grads(self, select_weights: bool) -> tuple[bool, ...]:
+    def _get_needs_input_grad(self, select_weights: bool) -> tuple[bool, ...]:
         """Return ``needs_input_grad`` flags that select the gradients of weights, or all other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
-        indices = iter(self._get_edge_indices())
+        indices = iter(self._get_connected_edge_indices())
         return tuple(needs and (next(indices) in self.exits) == select_weights for needs in self.needed_grads)
 
     def compute_weight_path_grads(self) -> None:
@@ -202,10 +204,10 @@ class _BranchNode:
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
         else:
-            self.node.needs_input_grad = self._select_needed_grads(select_weights=True)
+            self.node.needs_input_grad = self._get_needs_input_grad(select_weights=True)
             input_grads = as_tuple(self.node.apply(*grads))
             needed = [grad for grad, needs in zip(input_grads, self.needed_grads) if needs]
-            results = dict(zip(self._get_edge_indices(), needed, strict=True))
+            results = dict(zip(self._get_connected_edge_indices(), needed, strict=True))
         self.results = {k: results[k] for k in self.exits}
 
     def pop_weight_path_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
@@ -229,11 +231,13 @@ class _BranchNode:
             return edge
         with torch.enable_grad():
             view: Node = leaf.view_as(leaf).grad_fn
-        copy_sequence_number(view, self.node)
+        copy_autograd_sequence_number(view, self.node)
         return GradientEdge(view, 0)
 
 
-def _find_nodes_between(start_nodes: Iterable[Node], end_nodes: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
+def _find_nodes_between(
+    start_nodes: Iterable[Node], end_nodes: set[Node]
+) -> tuple[set[Node], list[_InputAndWeightGradNode], bool]:
     """Find the autograd nodes between ``start_nodes`` and ``end_nodes``, and which of them also lead to weights.
 
     Also returns whether a split backward pass accumulates gradients in the same order as a full one.
@@ -263,7 +267,7 @@ def _find_nodes_between(start_nodes: Iterable[Node], end_nodes: set[Node]) -> tu
         edges = enumerate(node.next_functions)
         exits = {k: GradientEdge(f, i) for k, (f, i) in edges if f is not None and f not in chain}
         if exits:
-            branches.append(_BranchNode(node, exits))
+            branches.append(_InputAndWeightGradNode(node, exits))
             for edge in exits.values():
                 users = before[edge.node]
                 computed = getattr(edge.node, "variable", None) is None
@@ -271,7 +275,7 @@ def _find_nodes_between(start_nodes: Iterable[Node], end_nodes: set[Node]) -> tu
     return chain, branches, is_ordered
 
 
-def _compute_branch_grads(branch_nodes: Sequence[_BranchNode]) -> None:
+def _compute_branch_grads(branch_nodes: Sequence[_InputAndWeightGradNode]) -> None:
     """Compute the gradients that flow to the weights, inside a backward pass that requests only these gradients.
 
     Such a backward pass is needed because a node queries it for the gradients to compute.

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from shardformer.context_parallel.sequence_sharded_tensor import to_local, wrap_shard_like
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, LayerStackDescription
 from shardformer.random_state import SPLITMIX64, RNGUseDetector, seed_all_generators
 from shardformer.tensor_parallel.sequence_parallel import get_first_tensor_arg
-from shardformer.torch_compat import has_data, tree_leaves
+from shardformer.torch_compat import has_real_data, tree_leaves
 
 
 class ParameterPlaceholders:
@@ -43,7 +43,7 @@ class ParameterPlaceholders:
     def __len__(self) -> int:
         return len(self._placeholders)
 
-    def replace_params(self, model: nn.Module, is_local_by_name: Mapping[str, bool]) -> None:
+    def replace_nonlocal_params(self, model: nn.Module, is_local_by_name: Mapping[str, bool]) -> None:
         """Replace each parameter that this rank does not store with a placeholder.
 
         Args:
@@ -202,7 +202,7 @@ def is_all_nan(tensor: Any) -> bool:
 
 
 def _has_readable_float_values(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 0 and has_data(tensor)
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 0 and has_real_data(tensor)
 
 
 StageActivations = dict[str, Tensor]
@@ -263,7 +263,7 @@ class StageForward:
         owner_layers_by_name: Mapping[str, frozenset[int]],
         embedding_types: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed_layers: Iterable[int] = (),
-        random_stream_index_fn: Callable[[StackDescription], int] = lambda _: 0,
+        random_stream_index_fn: Callable[[LayerStackDescription], int] = lambda _: 0,
         device: torch.device | None = None,
         wrapper_by_layer_id: Mapping[int, nn.Module] = MappingProxyType({}),
         *,
@@ -272,7 +272,7 @@ class StageForward:
         self._chain, self._placeholders, self._embedding_types = layer_sequence, placeholders, tuple(embedding_types)
         self._checkpointed, self._random_stream = set(checkpointed_layers), random_stream_index_fn
         self._num_layers, self._wrappers, self._owners = (
-            len(layer_sequence.layer_calls),
+            len(layer_sequence.called_layer_paths),
             dict(wrapper_by_layer_id),
             owner_layers_by_name,
         )
@@ -309,12 +309,12 @@ class StageForward:
                 layer = model.get_submodule(path)
                 layer = self._wrappers.get(id(layer), layer)
                 self._patched_layers[path] = layer, index, start + stack.layer_calls.index(path)
-                self._override_layer(*self._patched_layers[path])
+                self._override_layer_forward(*self._patched_layers[path])
             if index > 0 and stack.context is not None:
-                self._override_context_argument(model.get_submodule(stack.context[0]), stack, start)
-        if not chain.layer_calls:  # a single stage runs everything
+                self._override_encoder_states_argument(model.get_submodule(stack.context[0]), stack, start)
+        if not chain.called_layer_paths:  # a single stage runs everything
             return
-        in_layers = {id(m) for path in chain.layer_calls for m in model.get_submodule(path).modules()}
+        in_layers = {id(m) for path in chain.called_layer_paths for m in model.get_submodule(path).modules()}
         outside: dict[nn.Module, frozenset[int]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             if id(module) not in in_layers and type(module) in (*self._embedding_types, nn.Linear):
@@ -335,7 +335,7 @@ class StageForward:
 
     def enable_layer_checkpointing(self, layer_path: str) -> None:
         """Enable activation checkpointing for the layer at ``layer_path``."""
-        self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == layer_path}
+        self._checkpointed |= {at for at, layer in enumerate(self._chain.called_layer_paths) if layer == layer_path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
         """Move the `forward` overrides of layers to the wrappers that the user added around these layers.
@@ -350,7 +350,7 @@ class StageForward:
             if module in self._overridden:
                 self._restore_forward(module)
             self._patched_layers[path] = current, index, layer_index
-            self._override_layer(current, index, layer_index)
+            self._override_layer_forward(current, index, layer_index)
 
     def run_stage_forward(
         self, model: nn.Module, forward_state: StageForwardState, forward_fn: Callable[[], Any]
@@ -383,7 +383,7 @@ class StageForward:
             seed_all_generators((forward_state.seed + SPLITMIX64[0] * segment_index) % 2**63)
         self.draws.start()
 
-    def _override_layer(self, module: nn.Module, stack_index: int, layer_index: int) -> None:
+    def _override_layer_forward(self, module: nn.Module, stack_index: int, layer_index: int) -> None:
         stack, original = self._chain.stacks[stack_index], module.forward
         first = self._chain.stack_start_indices[stack_index]
 
@@ -418,23 +418,23 @@ class StageForward:
         self,
         forward_state: StageForwardState,
         layer_index: int,
-        stack: StackDescription,
+        layer_stack: LayerStackDescription,
         original_forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        self._seed_rng(forward_state, layer_index + 1 + (self._num_layers + 2) * self._random_stream(stack))
+        self._seed_rng(forward_state, layer_index + 1 + (self._num_layers + 2) * self._random_stream(layer_stack))
         is_first = layer_index not in self._checked_layers
         if is_first:
             self._checked_layers.add(layer_index)
-            self._check_layer_arguments(forward_state, layer_index, original_forward, args, kwargs)
+            self._check_no_nan_in_layer_arguments(forward_state, layer_index, original_forward, args, kwargs)
         if layer_index in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original_forward, *args, use_reentrant=False, **kwargs)
         else:
             output = original_forward(*args, **kwargs)
         if is_first:
             forward_state.is_computed = not any(map(has_nan, tree_leaves(output)))
-            _check_num_outputs(stack, self._chain.layer_calls[layer_index], output)
+            _check_num_layer_outputs(layer_stack, self._chain.called_layer_paths[layer_index], output)
         if layer_index == self._num_layers - 1:
             if is_first:
                 self.is_last_layer_valid = forward_state.is_computed
@@ -443,7 +443,7 @@ class StageForward:
                 forward_state.on_last_layer_end()
         return output
 
-    def _check_layer_arguments(
+    def _check_no_nan_in_layer_arguments(
         self,
         forward_state: StageForwardState,
         layer_index: int,
@@ -452,7 +452,7 @@ class StageForward:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""
-        path = self._chain.layer_calls[layer_index]
+        path = self._chain.called_layer_paths[layer_index]
         names = list(inspect.signature(original_forward).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = get_first_tensor_arg(args, kwargs)
@@ -474,9 +474,11 @@ class StageForward:
 
         return {name: get_activation(name) for name in self._chain.get_received_activation_names(layer_index)}
 
-    def _override_context_argument(self, module: nn.Module, stack: StackDescription, first_layer_index: int) -> None:
-        assert stack.context is not None
-        name = stack.context[1]
+    def _override_encoder_states_argument(
+        self, module: nn.Module, layer_stack: LayerStackDescription, first_layer_index: int
+    ) -> None:
+        assert layer_stack.context is not None
+        name = layer_stack.context[1]
         parameters = list(inspect.signature(module.forward).parameters)
         position = parameters.index(name) if name in parameters else len(parameters)
 
@@ -486,7 +488,7 @@ class StageForward:
                 return None
             value = kwargs[name] if name in kwargs else next(iter(args[position:]), None)
             if stage_pass.span.start >= first_layer_index and "context" in stage_pass.received_activations:
-                if stage_pass.span.start >= first_layer_index + len(stack.layer_calls):
+                if stage_pass.span.start >= first_layer_index + len(layer_stack.layer_calls):
                     return None
                 stage_pass.context = wrap_shard_like(stage_pass.received_activations["context"], value)
                 if name in kwargs:
@@ -506,13 +508,13 @@ class StageForward:
         remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context_pre_hook, with_kwargs=True)
         self._remove_hooks.append(remove)
 
-    def _skip_module_on_other_stages(self, module: nn.Module, owner_layers: frozenset[int]) -> None:
+    def _skip_module_on_other_stages(self, module: nn.Module, owner_layer_indices: frozenset[int]) -> None:
         """Skip an embedding or linear layer on pipeline stages that do not need its output."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             stage_pass = self.now
-            if stage_pass is not None and owner_layers.isdisjoint(stage_pass.span):
+            if stage_pass is not None and owner_layer_indices.isdisjoint(stage_pass.span):
                 return make_placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 
@@ -536,16 +538,16 @@ class _ForwardOverride:
         )
 
 
-def _check_num_outputs(stack: StackDescription, layer_path: str, output: Any) -> None:
+def _check_num_layer_outputs(layer_stack: LayerStackDescription, layer_path: str, output: Any) -> None:
     """Raise PolicyError if ``num_outputs`` in the policy does not match what a layer returned."""
-    is_tuple, number = isinstance(output, tuple), stack.stages.num_outputs
+    is_tuple, number = isinstance(output, tuple), layer_stack.stages.num_outputs
     if is_tuple != bool(number):
         returned = len(output) if is_tuple else 0
         raise PolicyError(
             f"The layer {layer_path} returned a {type(output).__name__}, which does not match num_outputs={number} "
             "in the "
             "policy.",
-            remedy=f"Set stages=PipelineHints(num_outputs={returned}) in the LayerStack of {stack.layers}.",
+            remedy=f"Set stages=PipelineHints(num_outputs={returned}) in the LayerStack of {layer_stack.layers}.",
         )
 
 

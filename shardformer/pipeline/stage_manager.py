@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import find_packed_weights, get_unpacked_numel
+from shardformer.layout.packed_weights import find_quantized_weights, get_unpacked_numel
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_model_configs, get_parent_and_attribute_name
 from shardformer.pipeline.layer_sequence import (
     LayerRange,
     LayerSequence,
-    StackDescription,
+    LayerStackDescription,
     estimate_layer_costs,
-    make_no_layers_error,
+    make_no_pipeline_layers_error,
+    map_tensor_names_to_stages,
     map_tensors_to_layers,
-    map_tensors_to_stages,
 )
 from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 from shardformer.pipeline.partition import (
@@ -98,10 +98,10 @@ class PipelineStageManager:
     @property
     def virtual_stages(self) -> tuple[int, ...]:
         """The indices of this process's virtual stages, in the order in which a micro-batch passes them."""
-        return self.get_virtual_stages(self.stage)
+        return self.get_virtual_stages_of_rank(self.stage)
 
-    def get_virtual_stages(self, stage: int) -> tuple[int, ...]:
-        return tuple(v for v, rank in enumerate(self.placement) if rank == stage)
+    def get_virtual_stages_of_rank(self, pipe_rank: int) -> tuple[int, ...]:
+        return tuple(v for v, rank in enumerate(self.placement) if rank == pipe_rank)
 
     @property
     def last_stage(self) -> int:
@@ -196,9 +196,9 @@ class PipelineStages:
         """The number of elements in the parameters of the full model, with tied weights counted once."""
         return sum(dict(self.parameters.values()).values())
 
-    def is_on_other_rank(self, module_path: str) -> bool:
+    def is_only_on_other_ranks(self, module_path: str) -> bool:
         """Return whether the module at ``module_path`` belongs to a layer that only other pipeline ranks run."""
-        units = self.chain.layer_calls
+        units = self.chain.called_layer_paths
         positions = [at for at, unit in enumerate(units) if module_path == unit or module_path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._get_local_layer_ranges())
 
@@ -223,7 +223,7 @@ class PipelineStages:
         self.shared = {rename_fn(name): ranks for name, ranks in self.shared.items()}
         self.placeholders.rename_parameters(rename_fn)
 
-    def add_tensor(self, tensor_name: str, reference_name: str, shape: tuple[int, ...]) -> None:
+    def record_tensor_on_same_stages(self, tensor_name: str, reference_name: str, shape: tuple[int, ...]) -> None:
         """Record that a new tensor is on the same pipeline stages as the tensor ``reference_name``."""
         self.owner_layers[tensor_name], self.owner_stages[tensor_name] = (
             self.owner_layers[reference_name],
@@ -244,7 +244,9 @@ class PipelineStages:
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
         """Replace the parameters of other pipeline stages with placeholders."""
-        self.placeholders.replace_params(model, {name: self.is_stored_locally(name) for name in self.owner_stages})
+        self.placeholders.replace_nonlocal_params(
+            model, {name: self.is_stored_locally(name) for name in self.owner_stages}
+        )
 
     def _get_local_layer_ranges(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
@@ -272,7 +274,7 @@ class PipelineStages:
             self.placeholders,
             self.owner_layers,
             (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
-            self._find_recomputed_layers(),
+            self._find_recomputed_layer_indices(),
             partial(_get_random_stream_index, stream=activation_layout, context=context),
             context.device,
             wrapper_by_module_id,
@@ -284,7 +286,7 @@ class PipelineStages:
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.override_forward_methods(model)
 
-    def _find_recomputed_layers(self) -> frozenset[int]:
+    def _find_recomputed_layer_indices(self) -> frozenset[int]:
         counts = self.manager.count_recomputed_layers([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
@@ -295,22 +297,26 @@ class PipelineStages:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
 
 
-def _get_random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
-    layout = stack.get_activation_layout(stream)
-    is_replicated = stack.whole_sequence is not None and not layout.is_stack_sharded
+def _get_random_stream_index(
+    layer_stack: LayerStackDescription, stream: ActivationLayout, context: ParallelContext
+) -> int:
+    layout = layer_stack.get_activation_layout(stream)
+    is_replicated = layer_stack.whole_sequence is not None and not layout.is_stack_sharded
     return 0 if is_replicated else layout.get_random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
-def build_stages(model: nn.Module, policy: LayerSequencePolicy, stage_manager: PipelineStageManager) -> PipelineStages:
+def build_pipeline_stages(
+    model: nn.Module, policy: LayerSequencePolicy, stage_manager: PipelineStageManager
+) -> PipelineStages:
     """Assign the layers and parameters of an unsharded model to virtual pipeline stages.
 
     Raises:
         ConfigError: if the model has no stack of layers, fewer layers than stages, LayerDrop, or an option that needs
             the outputs of all layers.
     """
-    chain, owners, costs, spans = partition_model(model, policy, stage_manager)
+    chain, owners, costs, spans = partition_layers_into_stages(model, policy, stage_manager)
     tensors = _map_to_canonical_name(model.state_dict(keep_vars=True))
-    packed = find_packed_weights(model)
+    packed = find_quantized_weights(model)
     quantized = tuple(f"{name.rpartition('.')[0]}." for name in packed)
     state = {
         name: (first, tuple(t.shape))
@@ -320,7 +326,7 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, stage_manager: P
     tensors = _map_to_canonical_name(dict(model.named_parameters(remove_duplicate=False)))
     parameters = {name: (first, get_unpacked_numel(p)) for name, (first, p) in tensors.items()}
     stages = PipelineStages(
-        stage_manager, chain, spans, costs, owners, map_tensors_to_stages(owners, spans), state, parameters
+        stage_manager, chain, spans, costs, owners, map_tensor_names_to_stages(owners, spans), state, parameters
     )
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if stage_manager.num_stages > 1 else ():
@@ -333,19 +339,19 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, stage_manager: P
     return stages
 
 
-def partition_model(
+def partition_layers_into_stages(
     model: nn.Module, policy: LayerSequencePolicy, stage_manager: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
     """Split the layers of a model into virtual pipeline stages.
 
     Returns the layer sequence, the owner layers of each parameter, the layer costs and the layers of each stage.
 
-    Raises the same errors as ``build_stages``.
+    Raises the same errors as ``build_pipeline_stages``.
     """
     count = stage_manager.num_virtual_stages
     chain = policy.layer_sequence()
     if count > 1 and not chain.stacks:
-        raise make_no_layers_error(model, str(stage_manager.num_stages), policy.notes)
+        raise make_no_pipeline_layers_error(model, str(stage_manager.num_stages), policy.notes)
     if stage_manager.num_stages > 1:
         _check_config_supports_pipeline(model)
         if reason := policy.no_pipeline_reason():
@@ -359,9 +365,10 @@ def partition_model(
         if stage_manager.layer_costs is not None
         else estimate_layer_costs(model, chain, owners)
     )
-    if len(costs) != len(chain.layer_calls):
+    if len(costs) != len(chain.called_layer_paths):
         raise ConfigError(
-            f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.layer_calls)} layers.",
+            f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.called_layer_paths)} "
+            "layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
     if count > max(len(costs), stage_manager.num_stages):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.pipeline.layer_sequence import PipelineHints as PipelineHints
@@ -24,4 +24,4 @@ if TYPE_CHECKING:
     from shardformer.policies.roles import Experts as Experts
     from shardformer.policies.roles import LayerStack as LayerStack
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
-from shardformer.layout.shard_spec import HeadLayout, Split, get_features_per_head
+from shardformer.layout.shard_spec import AttentionHeadLayout, Split, get_features_per_head
 from shardformer.mesh.parallel_context import Axis
 from shardformer.policies.module_descriptions import (
     BlockArguments,
@@ -71,7 +71,7 @@ class LayerRoleConverter:
             raise paths.make_module_not_found_error(self.layer_path, role.at, self.layer)
         return has
 
-    def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
+    def describe_mlp_sharding(self, mlp: MLP) -> ModulePolicyDescription:
         """Describe how to shard one MLP, or several if its path contains ``*``."""
         if "*" not in mlp.at:
             return self._describe_mlp(mlp)
@@ -80,11 +80,11 @@ class LayerRoleConverter:
 
     def _describe_mlp(self, mlp: MLP) -> ModulePolicyDescription:
         ups = paths.get_existing_submodule_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.layer_path)
-        down = paths.resolve_path(mlp.at, mlp.down)
-        width = self.get_num_features(down, of_output=False)
-        fused = mlp.fused or max(self.get_num_features(ups[0], of_output=True) // width, 1)
+        down = paths.resolve_relative_path(mlp.at, mlp.down)
+        width = self.get_num_linear_features(down, return_out_features=False)
+        fused = mlp.fused or max(self.get_num_linear_features(ups[0], return_out_features=True) // width, 1)
         for up in ups:
-            features = self.get_num_features(up, of_output=True)
+            features = self.get_num_linear_features(up, return_out_features=True)
             if features != fused * width:
                 raise PolicyError(
                     f"{self.layer_path}.{up} has {features} output features, but {self.layer_path}.{down} has "
@@ -92,10 +92,10 @@ class LayerRoleConverter:
                     "features.",
                     remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
-        check_width_is_shardable(width, self.axis, f"{self.layer_path}.{ups[0]}")
+        check_enough_features_to_shard(width, self.axis, f"{self.layer_path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
-        norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
+        norms = [] if mlp.norm is None else [paths.resolve_relative_path(mlp.at, mlp.norm)]
         norms = [norm.rstrip("?") for norm in norms if paths.has_submodule(self.layer, norm, self.layer_path)]
         norms = [norm for norm in norms if not isinstance(paths.get_submodule_or_none(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
@@ -125,13 +125,14 @@ class LayerRoleConverter:
         block = BlockDescription(entry_path, list(entry_columns), row_path, list(cross_columns))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
-    def get_num_features(self, linear_path: str, *, of_output: bool) -> int:
-        return paths.get_num_features(
-            paths.get_linear_submodule(self.layer, linear_path, self.layer_path), of_output=of_output
+    def get_num_linear_features(self, linear_path: str, *, return_out_features: bool) -> int:
+        return paths.get_num_linear_features(
+            paths.get_linear_submodule(self.layer, linear_path, self.layer_path),
+            return_out_features=return_out_features,
         )
 
 
-def check_width_is_shardable(num_features: int, axis: Axis, linear_path: str) -> None:
+def check_enough_features_to_shard(num_features: int, axis: Axis, linear_path: str) -> None:
     """Raise ConfigError if an MLP or expert has too few features for the tensor parallel size."""
     if num_features < axis.size:
         raise ConfigError(
@@ -172,16 +173,20 @@ class AttentionRoleConverter:
     num_kv_heads: int | str | None
 
     @cached_property
-    def head_layout(self) -> HeadLayout:
+    def head_layout(self) -> AttentionHeadLayout:
         num_heads = self._get_head_count(self.num_heads)
         if num_heads is None:
             raise self._make_missing_head_count_error()
         num_kv_heads = self._get_head_count(self.num_kv_heads) or num_heads
         out = self._resolve_projection_path(self.role.projections.out)
         unit = get_features_per_head(
-            f"{self.layer.layer_path}.{out}", self.layer.get_num_features(out, of_output=False), num_heads
+            f"{self.layer.layer_path}.{out}",
+            self.layer.get_num_linear_features(out, return_out_features=False),
+            num_heads,
         )
-        return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
+        return AttentionHeadLayout(
+            num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions
+        )
 
     @property
     def num_unshardable_heads(self) -> int | None:
@@ -191,7 +196,9 @@ class AttentionRoleConverter:
 
     def _get_head_count(self, count_or_attr_path: int | str | None) -> int | None:
         count = (
-            paths.get_attribute_by_path(self._get_attr_owner(count_or_attr_path), count_or_attr_path.removeprefix("."))
+            paths.get_attribute_by_path_or_none(
+                self._get_attr_owner(count_or_attr_path), count_or_attr_path.removeprefix(".")
+            )
             if isinstance(count_or_attr_path, str)
             else count_or_attr_path
         )
@@ -214,7 +221,7 @@ class AttentionRoleConverter:
             "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
 
-    def describe_attention(self) -> ModulePolicyDescription:
+    def describe_attention_sharding(self) -> ModulePolicyDescription:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
         linears = _remove_missing_projections(self.role.projections, at, self.layer.layer)
         columns = self._make_projection_kwargs(linears)
@@ -227,36 +234,38 @@ class AttentionRoleConverter:
             self.head_layout.get_query_split(),
             {self._resolve_projection_path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
-        by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
+        by_head = self._add_attr_changes_and_get_head_dims(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.head_layout.query_head_bounds[rank : rank + 2]
         bounds = (self.head_layout.partition.num_heads, first, end)
-        width = self.head_layout.get_local_attr_values(rank)["width"] if inputs.reads_width else None
+        width = self.head_layout.get_local_head_and_feature_counts(rank)["width"] if inputs.reads_width else None
         kv_heads = (self.head_layout.num_kv_heads, tuple(self.head_layout.get_used_kv_heads(rank)))
         block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
         block.gather_module = at if inputs.full_sequence else None
         return description
 
     def _resolve_projection_path(self, relative_path: str) -> str:
-        return paths.resolve_path(self.role.at, relative_path)
+        return paths.resolve_relative_path(self.role.at, relative_path)
 
-    def _get_local_attr_kind(self, attr_name: str, entry_kind: str) -> str:
+    def _get_quantity_counted_by_attr(self, attr_name: str, attr_category: str) -> str:
         """Return what an entry of ``local_attrs`` counts, such as "heads".
 
-        Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
+        Raises PolicyError if a module or tensor of the kind ``attr_category`` cannot count that.
         """
         entry = self.role.local_attrs[attr_name]
         kind = entry if isinstance(entry, str) else entry[0]
-        if kind not in LOCAL_ATTR_KINDS[entry_kind]:
-            raise make_unknown_attr_kind_error(self.role, attr_name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
+        if kind not in LOCAL_ATTR_KINDS[attr_category]:
+            raise make_unknown_attr_kind_error(self.role, attr_name, LOCAL_ATTR_KINDS[attr_category], attr_category)
         return kind
 
-    def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
+    def _add_attr_changes_and_get_head_dims(
+        self, description: ModulePolicyDescription, kv_projection_kwargs: Mapping[str, Any]
+    ) -> dict[str, int]:
         """Add the changes of head counts and other ``local_attrs`` to the description of an attention module.
 
         Returns argument of `forward` -> its dim that counts heads.
 
         Args:
-            key_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
+            kv_projection_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
         """
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
@@ -268,24 +277,26 @@ class AttentionRoleConverter:
         )
         for name, counted in self.role.local_attrs.items():
             path = self._resolve_projection_path(name.rstrip("?"))
-            thing = paths.get_attribute_by_path(self.layer.layer, path)
+            thing = paths.get_attribute_by_path_or_none(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self._get_local_attr_kind(name, "parameter")
-                parameters[path] = self.head_layout.get_parameter_split(path, thing, counted)
+                self._get_quantity_counted_by_attr(name, "parameter")
+                parameters[path] = self.head_layout.get_param_splits(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
-                self._get_local_attr_kind(name, "embedding")
+                self._get_quantity_counted_by_attr(name, "embedding")
                 split = self.head_layout.get_query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self._get_local_attr_kind(name, "norm") == "heads" or not key_kwargs
+                of_q = self._get_quantity_counted_by_attr(name, "norm") == "heads" or not kv_projection_kwargs
                 if not isinstance(thing, nn.Identity):  # used when the model has no such norm
-                    subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(key_kwargs)))
+                    subs.append(
+                        LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(kv_projection_kwargs))
+                    )
             elif not isinstance(counted, str) and not name.endswith("?"):
-                self._get_local_attr_kind(name, "argument")
+                self._get_quantity_counted_by_attr(name, "argument")
                 arguments[name] = counted[1]
             elif thing is not None:
-                kind = self._get_local_attr_kind(name, "attribute")
-                attributes[path] = self.head_layout.get_local_attr_values(self.layer.axis.rank)[kind]
+                kind = self._get_quantity_counted_by_attr(name, "attribute")
+                attributes[path] = self.head_layout.get_local_head_and_feature_counts(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
                 raise self._make_missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
@@ -319,7 +330,7 @@ class AttentionRoleConverter:
                 width = self._get_linear_head_dim(name, layout.num_kv_heads, expected)
                 columns[name] = {"split": layout.get_kv_split(width)} | ({"expand": (width, expand)} if expand else {})
         for fused in filter(None, (projections.qkv, projections.kv)):
-            columns[fused] = {"split": self._make_fused_split(projections, fused)}
+            columns[fused] = {"split": self._make_fused_projection_split(projections, fused)}
         return columns
 
     def _get_linear_head_dim(self, linear_path: str, num_heads: int, expected_head_dim: int | None = None) -> int:
@@ -331,14 +342,20 @@ class AttentionRoleConverter:
         )
 
     def _get_out_features(self, linear_path: str) -> int:
-        return self.layer.get_num_features(self._resolve_projection_path(linear_path), of_output=True)
+        return self.layer.get_num_linear_features(self._resolve_projection_path(linear_path), return_out_features=True)
 
-    def _make_fused_split(self, projections: AttentionProjections, linear_path: str) -> Split:
-        layout, features, has_q = self.head_layout, self._get_out_features(linear_path), linear_path == projections.qkv
+    def _make_fused_projection_split(self, projections: AttentionProjections, fused_projection_path: str) -> Split:
+        layout, features, has_q = (
+            self.head_layout,
+            self._get_out_features(fused_projection_path),
+            fused_projection_path == projections.qkv,
+        )
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
-        if features != sum(sizes) and not (projections.interleaved and linear_path in self.role.inputs.inner_inputs):
-            name, required = self._resolve_projection_path(linear_path), " + ".join(map(str, sizes))
+        if features != sum(sizes) and not (
+            projections.interleaved and fused_projection_path in self.role.inputs.inner_inputs
+        ):
+            name, required = self._resolve_projection_path(fused_projection_path), " + ".join(map(str, sizes))
             raise PolicyError(
                 f"{self.layer.layer_path}.{name} must have {required} features for {heads} heads, {kv_heads} KV "
                 "heads and "
@@ -352,11 +369,11 @@ class AttentionRoleConverter:
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}.",
             )
         if projections.interleaved:
-            self._get_linear_head_dim(linear_path, kv_heads)
-            return layout.get_grouped_projection_split(has_q, features)
+            self._get_linear_head_dim(fused_projection_path, kv_heads)
+            return layout.get_kv_grouped_projection_split(has_q, features)
         part = layout.partition
         splits = [part.get_query_split(), part.get_kv_split(), part.get_kv_split()][-len(sizes) :] * layout.partitions
-        return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
+        return Split.concat(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
 def _remove_missing_projections(
@@ -367,7 +384,7 @@ def _remove_missing_projections(
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {
         field: name
-        if paths.get_submodule_or_none(layer, paths.resolve_path(attention_path, name)) is not None
+        if paths.get_submodule_or_none(layer, paths.resolve_relative_path(attention_path, name)) is not None
         else None
         for field, name in optional.items()
     }

@@ -18,7 +18,7 @@ from shardformer import module_paths as paths
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.policies.convert_roles import check_width_is_shardable
+from shardformer.policies.convert_roles import check_enough_features_to_shard
 from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModulePolicyDescription,
@@ -31,20 +31,22 @@ ALIGNED = 8
 """Preferred multiple of features per rank and expert. torch's grouped matmuls need rows of a multiple of 16 bytes."""
 
 
-def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) -> ModulePolicyDescription:
+def describe_expert_sharding(
+    experts: Experts, layer: nn.Module, layer_path: str, axis: Axis
+) -> ModulePolicyDescription:
     """Describe how to shard the stacked weights of a mixture of experts.
 
     Args:
         layer: the layer that contains the experts.
-        path: path of the layers, for error messages.
+        layer_path: path of the layers, for error messages.
         axis: the tensor axis.
     """
     module = paths.get_submodule_or_raise(layer, experts.at)
-    at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
+    at, ups = f"{layer_path}.{experts.at}", paths.as_path_list(experts.up)
     shapes = {name: tuple(_get_stacked_expert_param(module, at, name).shape) for name in (*ups, experts.down)}
     dims = _choose_expert_shard_dims(experts, shapes, at)
     width = shapes[experts.down][dims[experts.down]]
-    check_width_is_shardable(width, axis, f"{at}.{ups[0]}")
+    check_enough_features_to_shard(width, axis, f"{at}.{ups[0]}")
     unit = math.gcd(width, ALIGNED)
     is_aligned = width // unit >= axis.size
     unit = unit if is_aligned else 1
@@ -99,20 +101,20 @@ def _choose_expert_shard_dims(
 
 
 def list_expert_shard_dim_choices(
-    param_shapes: Mapping[str, Sequence[int]], down_name: str, num_fused: int
+    param_shapes: Mapping[str, Sequence[int]], down_param_name: str, num_fused: int
 ) -> list[dict[str, int]]:
     """Return all ways to choose which dimension of each expert parameter contains the features.
 
-    ``down_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features are
-    omitted. There are several choices if the number of features equals the hidden size.
+    ``down_param_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features
+    are omitted. There are several choices if the number of features equals the hidden size.
     """
     ways = []
     for at in (2, 1):
-        width, hidden = param_shapes[down_name][at], param_shapes[down_name][3 - at]
+        width, hidden = param_shapes[down_param_name][at], param_shapes[down_param_name][3 - at]
         of = {
             name: [d for d in range(1, len(s)) if s[d] == num_fused * width and (len(s) == 2 or s[3 - d] == hidden)]
             for name, s in param_shapes.items()
-        } | {down_name: [at]}
+        } | {down_param_name: [at]}
         of = {name: dims for name, dims in of.items() if dims or len(param_shapes[name]) == 3}
         ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
     return ways

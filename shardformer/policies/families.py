@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.module_paths import get_attribute_by_path, get_submodule_or_raise
-from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints, StackDescription
+from shardformer.module_paths import get_attribute_by_path_or_none, get_submodule_or_raise
+from shardformer.pipeline.layer_sequence import LayerSequence, LayerStackDescription, PipelineHints
 from shardformer.policies.convert_roles import LayerRoleConverter
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.policies.role_policy import RolePolicy
@@ -56,7 +56,7 @@ class AlbertPolicy(RolePolicy):
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
-        return LayerSequence((StackDescription(groups, layer_calls=units).with_path_prefix(self.base),))
+        return LayerSequence((LayerStackDescription(groups, layer_calls=units).with_path_prefix(self.base),))
 
 
 class BertPolicy(RolePolicy):
@@ -263,7 +263,7 @@ BLIP2_VISION_BLOCKS: list[Role] = [
 ]
 
 
-def _make_qformer_attention(attention_path: str, **attention_kwargs: Any) -> Attention:
+def _make_qformer_attention_policy(attention_path: str, **attention_kwargs: Any) -> Attention:
     return Attention(
         f"{attention_path}.attention",
         AttentionProjections(q="query", k="key", v="value", out=f".{attention_path}.output.dense"),
@@ -273,8 +273,8 @@ def _make_qformer_attention(attention_path: str, **attention_kwargs: Any) -> Att
 
 
 QFORMER_BLOCKS: list[Role] = [
-    _make_qformer_attention("attention"),
-    _make_qformer_attention(
+    _make_qformer_attention_policy("attention"),
+    _make_qformer_attention_policy(
         "crossattention", inputs=AttentionInputs(arguments=["encoder_hidden_states"]), optional=True
     ),
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
@@ -512,7 +512,7 @@ class BeitPolicy(RolePolicy):
     head = "lm_head"
     keep_replicated = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")
 
-    def reads_layer_outputs(self) -> bool:
+    def reads_intermediate_layer_outputs(self) -> bool:
         return hasattr(self.model, "decode_head")
 
 
@@ -520,7 +520,7 @@ WHISPER_CROSS_ATTENTION = AttentionInputs(cross_attention=True)
 WHISPER_MLP = MLP("fc1", up="", down=".fc2")
 
 
-def _make_whisper_attention(attention_path: str, **attention_kwargs: Any) -> Attention:
+def _make_whisper_attention_policy(attention_path: str, **attention_kwargs: Any) -> Attention:
     return Attention(attention_path, Q_K_V_OUT, local_attrs={"num_heads": "heads"}, **attention_kwargs)
 
 
@@ -530,15 +530,15 @@ class WhisperPolicy(RolePolicy):
     stack = (
         LayerStack(
             "encoder.layers",
-            [_make_whisper_attention("self_attn"), WHISPER_MLP],
+            [_make_whisper_attention_policy("self_attn"), WHISPER_MLP],
             final_norm="encoder.layer_norm",
             optional=True,
         ),
         LayerStack(
             "decoder.layers",
             [
-                _make_whisper_attention("self_attn"),
-                _make_whisper_attention("encoder_attn", inputs=WHISPER_CROSS_ATTENTION),
+                _make_whisper_attention_policy("self_attn"),
+                _make_whisper_attention_policy("encoder_attn", inputs=WHISPER_CROSS_ATTENTION),
                 WHISPER_MLP,
             ],
             final_norm="decoder.layer_norm",
@@ -551,7 +551,7 @@ class WhisperPolicy(RolePolicy):
     keep_replicated = ("encoder.conv1?", "encoder.conv2?", "encoder.embed_positions?", "decoder.embed_positions?")
     num_heads = num_kv_heads = ".num_heads"
 
-    def reads_layer_outputs(self) -> bool:
+    def reads_intermediate_layer_outputs(self) -> bool:
         return bool(getattr(self.model.config, "use_weighted_layer_sum", False))
 
 
@@ -579,9 +579,9 @@ class TimmPolicy(RolePolicy):
             first = next(block for block in stack.blocks if isinstance(block, Attention))
             layout = self._create_attention_converter(first, layer).head_layout
             descriptions[""].parameters = {
-                path: layout.get_parameter_split(path, full, counted)
+                path: layout.get_param_splits(path, full, counted)
                 for path, counted in self.head_attrs.items()
-                if (full := get_attribute_by_path(self.model, path)) is not None
+                if (full := get_attribute_by_path_or_none(self.model, path)) is not None
             }
         return descriptions
 
@@ -589,11 +589,11 @@ class TimmPolicy(RolePolicy):
         between = READ_BETWEEN_LAYERS if self.shard_config.enable_sequence_parallelism else ()
         for name in [*REBUILD, *between] if self.axis.size > 1 else []:
             if hasattr(self.model, name):
-                setattr(self.model, name, _UnsupportedMethod(name))
+                setattr(self.model, name, _UnsupportedMethodStub(name))
         return super().postprocess()
 
 
-class _UnsupportedMethod:
+class _UnsupportedMethodStub:
     def __init__(self, method_name: str) -> None:
         self.name = method_name
 

@@ -14,7 +14,7 @@ from shardformer.module_paths import get_parent_and_attribute_name
 from shardformer.policies.module_descriptions import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    check_field_types,
+    check_dataclass_field_types,
 )
 from shardformer.tensor_parallel.layers import (
     FusedLinear1D_Col,
@@ -149,13 +149,13 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
             remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])} as in docs/policies.md.",
         )
     for argument in arguments.values():
-        check_field_types(argument)
+        check_dataclass_field_types(argument)
     heads = {_get_layer_path(layer) for layer in _empty_if_not_implemented(policy.unembedding())}
-    return {key: _convert_argument_to_description(key, argument, heads) for key, argument in arguments.items()}
+    return {key: _convert_argument_to_module_description(key, argument, heads) for key, argument in arguments.items()}
 
 
-def _convert_argument_to_description(
-    module_key: type | str, argument: Argument, head_paths: set[str]
+def _convert_argument_to_module_description(
+    module_key: type | str, argument: Argument, lm_head_paths: set[str]
 ) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _empty_if_not_implemented(function())]
@@ -169,7 +169,7 @@ def _convert_argument_to_description(
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
-        sub_module_replacement=[_make_layer_replacement(layer, head_paths) for layer in layers],
+        sub_module_replacement=[_make_layer_replacement(layer, lm_head_paths) for layer in layers],
     )
 
 
@@ -239,7 +239,7 @@ def _get_layer_path(layer: Layer) -> str:
             f"The layers of a policy must be Layer objects, but got {layer!r:.80}.",
             remedy="Use Col_Layer or Row_Layer, for example Col_Layer(weight='fc1.weight', bias='fc1.bias').",
         )
-    check_field_types(layer)
+    check_dataclass_field_types(layer)
     path = layer.weight or layer.bias
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:
@@ -251,13 +251,13 @@ def _get_layer_path(layer: Layer) -> str:
     return path.rpartition(".")[0]
 
 
-def _make_layer_replacement(layer: Layer, head_paths: set[str]) -> SubModuleReplacementDescription:
+def _make_layer_replacement(layer: Layer, lm_head_paths: set[str]) -> SubModuleReplacementDescription:
     path, target = _get_layer_path(layer), layer.replace_layer
     kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    target = target or _choose_parallel_layer_class(layer, path in head_paths)
+    target = target or _choose_parallel_layer_class(layer, path in lm_head_paths)
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 

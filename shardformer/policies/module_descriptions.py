@@ -138,7 +138,7 @@ def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> Modul
 TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", type(None): "None", Any: "anything"}
 
 
-def check_field_types(instance: Any) -> None:
+def check_dataclass_field_types(dataclass_instance: Any) -> None:
     """Raise PolicyError if a field of a dataclass, or of a nested dataclass, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
@@ -146,12 +146,12 @@ def check_field_types(instance: Any) -> None:
     Traceback (most recent call last):
     shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Correct it in the policy.
     """
-    kind: Any = type(instance)
-    for item in fields(instance):
-        value = getattr(instance, item.name)
+    kind: Any = type(dataclass_instance)
+    for item in fields(dataclass_instance):
+        value = getattr(dataclass_instance, item.name)
         check_value_type(kind.__name__, item.name, value, get_cached_type_hints(kind)[item.name])
         for inner in _iter_nested_descriptions(value):
-            check_field_types(inner)
+            check_dataclass_field_types(inner)
 
 
 def check_value_type(owner_name: str, value_name: str, value: Any, type_hint: Any) -> None:

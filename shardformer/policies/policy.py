@@ -24,7 +24,7 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.pipeline.layer_sequence import LayerSequence, LayerStackDescription
 from shardformer.policies.legacy import LegacyPolicy, convert_legacy_policy
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.public_names import deprecate_renamed_arguments
@@ -70,7 +70,7 @@ class Policy(LegacyPolicy):
         """Returns the policy of a model inside this one. None supports registered families only."""
 
     @property
-    def has_replaced_class_or_tied_params(self) -> bool:
+    def replaces_class_or_ties_params(self) -> bool:
         """Whether the policy replaces the model's class or ties parameters."""
         functions = (self.inject_policy, self.binding_policy)
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
@@ -106,7 +106,7 @@ class Policy(LegacyPolicy):
         model: nn.Module = self.model
         return model
 
-    def stacks(self) -> list[StackDescription]:
+    def stacks(self) -> list[LayerStackDescription]:
         """Return descriptions of the model's layers for sequence and pipeline parallelism."""
         return []
 
@@ -123,7 +123,7 @@ class Policy(LegacyPolicy):
         return None
 
 
-class EmptyPolicy(Policy):
+class NoShardingPolicy(Policy):
     """A policy that shards no weights."""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
@@ -205,9 +205,9 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     _REGISTERED[model_type] = policy
 
 
-def get_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
+def get_registered_policy_and_origin(model: nn.Module) -> tuple[Policy, str] | None:
     """Find the policy that is registered for the model's family, and describe where it comes from."""
-    family = get_model_family(model)
+    family = get_model_family_name(model)
     if not isinstance(family, str):
         return None
     if family in _REGISTERED:
@@ -219,10 +219,10 @@ def get_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
 
 def has_user_registered_policy(model: nn.Module) -> bool:
     """Return whether the user registered a policy for the model's family."""
-    return get_model_family(model) in _REGISTERED
+    return get_model_family_name(model) in _REGISTERED
 
 
-def get_model_family(model: nn.Module) -> str | None:
+def get_model_family_name(model: nn.Module) -> str | None:
     """Return the name of the model's family, such as ``llama`` or ``timm:VisionTransformer``."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)

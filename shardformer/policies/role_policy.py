@@ -17,23 +17,23 @@ from torch import nn
 from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import get_norm_kind, is_elementwise
-from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.pipeline.layer_sequence import LayerSequence, LayerStackDescription
 from shardformer.policies.convert_roles import (
     AttentionRoleConverter,
     LayerReplacement,
     LayerRoleConverter,
     check_output_layers_exist,
 )
-from shardformer.policies.experts import describe_experts
+from shardformer.policies.experts import describe_expert_sharding
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
-    check_field_types,
+    check_dataclass_field_types,
     check_value_type,
     get_cached_type_hints,
     merge_descriptions,
 )
-from shardformer.policies.policy import Policy, get_registered_policy
+from shardformer.policies.policy import Policy, get_registered_policy_and_origin
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
 from shardformer.tensor_parallel.grid_layers import LAYERS_BY_MODE, ParallelLayerClasses
 
@@ -87,7 +87,7 @@ class RolePolicy(Policy):
 
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        written = vars(self) if is_library_policy(self) else RolePolicy.__annotations__
+        written = vars(self) if is_builtin_policy(self) else RolePolicy.__annotations__
         for name in (name for name in RolePolicy.__annotations__ if name in written):
             check_value_type(type(self).__name__, name, getattr(self, name), get_cached_type_hints(RolePolicy)[name])
 
@@ -105,29 +105,31 @@ class RolePolicy(Policy):
         """Return whether layers add the outputs of attention and MLP directly, which allows a single all-reduce."""
         return True
 
-    def reads_layer_outputs(self) -> bool:
+    def reads_intermediate_layer_outputs(self) -> bool:
         """Return whether the model reads the outputs of intermediate layers."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
         """Return why this model does not support sequence parallelism, or None if it does."""
-        if _is_backbone(self.model) or self.reads_layer_outputs():
+        if _is_transformers_backbone(self.model) or self.reads_intermediate_layer_outputs():
             return BETWEEN_LAYERS
         reasons = [stack.whole_sequence for stack in self.stacks()]
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
         """Return why this model does not support pipeline parallelism, or None if it does."""
-        if self.no_pipeline or self.reads_layer_outputs():
+        if self.no_pipeline or self.reads_intermediate_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
         for path, module in self.model.named_modules():
-            if _is_backbone(module) and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
+            if _is_transformers_backbone(module) and any(
+                f"{inner}.".startswith(f"{path}.") or not path for inner in layers
+            ):
                 return BETWEEN_STAGES
         return next((why for _, policy in self._find_submodel_policies() if (why := policy.no_pipeline_reason())), None)
 
     @property
-    def _parallel_classes(self) -> ParallelLayerClasses:
+    def _parallel_layer_classes(self) -> ParallelLayerClasses:
         return LAYERS_BY_MODE[self.shard_config.tensor_parallel_mode]
 
     @property
@@ -144,13 +146,13 @@ class RolePolicy(Policy):
         model = LayerRoleConverter(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
             "": merge_descriptions(
-                [self._describe_embeddings_and_heads(), self._describe_roles(self.unstacked_blocks, model)]
+                [self._describe_embeddings_and_lm_heads(), self._describe_roles(self.unstacked_blocks, model)]
             )
         }
         for stack, is_stage in self._find_existing_stacks():
             out |= self._describe_layers(paths.join_path(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._find_submodel_policies():
-            out |= {paths.join_path(path, str(key)): d for key, d in get_checked_descriptions(policy).items()}
+            out |= {paths.join_path(path, str(key)): d for key, d in get_checked_module_descriptions(policy).items()}
             self.notes += policy.notes
         return out
 
@@ -165,7 +167,7 @@ class RolePolicy(Policy):
     def _get_submodel_policy(self, model: nn.Module, submodel_path: str) -> Policy:
         if self.find_submodel_policy is not None:
             return self.find_submodel_policy(model)
-        if (known := get_registered_policy(model)) is not None:
+        if (known := get_registered_policy_and_origin(model)) is not None:
             return known[0]
         raise PolicyError(
             f"No policy is registered for the submodel {submodel_path!r} of class {type(model).__name__}.",
@@ -180,7 +182,8 @@ class RolePolicy(Policy):
             raise paths.make_module_not_found_error(layer_list_path, "0", module)
         return {
             f"{layer_list_path}.{name}": self._describe_roles(
-                roles, LayerRoleConverter(layer, f"{layer_list_path}.*", self.axis, is_stage, self._parallel_classes)
+                roles,
+                LayerRoleConverter(layer, f"{layer_list_path}.*", self.axis, is_stage, self._parallel_layer_classes),
             )
             for name, layer in layers.items()
         }
@@ -188,37 +191,39 @@ class RolePolicy(Policy):
     def _describe_roles(self, roles: Sequence[Role], converter: LayerRoleConverter) -> ModulePolicyDescription:
         return merge_descriptions([d for role in roles if (d := self._describe_role(role, converter)) is not None])
 
-    def stacks(self) -> list[StackDescription]:
+    def stacks(self) -> list[LayerStackDescription]:
         submodels = self._find_submodel_policies()
         return [
-            *self._describe_own_stacks(),
+            *self._describe_own_layer_stacks(),
             *(s.with_path_prefix(path) for path, policy in submodels for s in policy.stacks()),
         ]
 
-    def _describe_own_stacks(self, *, accept_any_norm: bool = False) -> list[StackDescription]:
+    def _describe_own_layer_stacks(self, *, accept_any_final_norm: bool = False) -> list[LayerStackDescription]:
         """Return descriptions of the model's own layers, without the layers of submodels.
 
         Args:
-            accept_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
-                tokens at a time is not part of the stack, and receives all tokens.
+            accept_any_final_norm: whether any module is accepted as the final norm. Otherwise a module that reads
+                several tokens at a time is not part of the stack, and receives all tokens.
         """
         base, out = paths.get_submodule_or_raise(self.model, self.base), []
         for s, _ in self._find_existing_stacks():
             layers = paths.get_submodule_or_raise(base, s.layers)
             norm = s.final_norm if s.final_norm and paths.has_submodule(base, s.final_norm, self.base) else None
-            if norm is not None and not accept_any_norm:
+            if norm is not None and not accept_any_final_norm:
                 norm = (
                     norm if _is_token_wise_norm(paths.get_submodule_or_raise(base, norm.rstrip("?")), layers) else None
                 )
             stages = s.stages.resolve_num_outputs(layers)
-            own = StackDescription(
+            own = LayerStackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
             )
             out.append(replace(own, sequence=s.sequence).with_path_prefix(self.base))
         return out
 
     def layer_sequence(self) -> LayerSequence:
-        every = list(LayerSequence.from_stacks(self.model, self._describe_own_stacks(accept_any_norm=True)).stacks)
+        every = list(
+            LayerSequence.from_stacks(self.model, self._describe_own_layer_stacks(accept_any_final_norm=True)).stacks
+        )
         for path, policy in self._find_submodel_policies():
             every += [stack.with_path_prefix(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
@@ -262,8 +267,8 @@ class RolePolicy(Policy):
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
-    def _describe_embeddings_and_heads(self) -> ModulePolicyDescription:
-        base, embedding = paths.get_submodule_or_raise(self.model, self.base), self._parallel_classes.embedding
+    def _describe_embeddings_and_lm_heads(self) -> ModulePolicyDescription:
+        base, embedding = paths.get_submodule_or_raise(self.model, self.base), self._parallel_layer_classes.embedding
         found = [path for path in paths.as_path_list(self.embeddings) if paths.has_submodule(base, path, self.base)]
         subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
@@ -271,11 +276,17 @@ class RolePolicy(Policy):
             path: module for path in heads if (module := paths.get_submodule_or_none(self.model, path)) is not None
         }
         # if the user replaced a head that a policy of this package describes, the user's module stays replicated
-        own = [path for path, module in present.items() if is_library_policy(self) and not paths.is_linear(module)]
+        own = [
+            path
+            for path, module in present.items()
+            if is_builtin_policy(self) and not paths.is_linear_or_conv1d(module)
+        ]
         self._replicated_paths = [*self._replicated_paths, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear layer." for path in own)]
         subs += [
-            LayerReplacement(p, self._parallel_classes.head, ignore_if_not_exist=True) for p in heads if p not in own
+            LayerReplacement(p, self._parallel_layer_classes.head, ignore_if_not_exist=True)
+            for p in heads
+            if p not in own
         ]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
@@ -283,14 +294,16 @@ class RolePolicy(Policy):
         if not converter.has_role(role):
             return None
         if isinstance(role, MLP):
-            return converter.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
+            return converter.describe_mlp_sharding(
+                role if self.sums_block_outputs() else replace(role, shared_exit=None)
+            )
         if isinstance(role, Experts):
-            return describe_experts(role, converter.layer, converter.layer_path, converter.axis)
+            return describe_expert_sharding(role, converter.layer, converter.layer_path, converter.axis)
         attention = self._create_attention_converter(role, converter)
         if (heads := attention.num_unshardable_heads) is None:
-            return attention.describe_attention()
+            return attention.describe_attention_sharding()
         at = paths.join_path(converter.layer_path, role.at)
-        out = paths.join_path(converter.layer_path, paths.resolve_path(role.at, role.projections.out))
+        out = paths.join_path(converter.layer_path, paths.resolve_relative_path(role.at, role.projections.out))
         self._replicated_paths = [*self._replicated_paths, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
@@ -302,18 +315,18 @@ class RolePolicy(Policy):
         return AttentionRoleConverter(role, converter, getattr(self.model, "config", None), heads, kv_heads)
 
 
-def is_library_policy(policy: Policy) -> bool:
+def is_builtin_policy(policy: Policy) -> bool:
     """Return whether a policy comes from this package and not from the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
-def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
+def get_checked_module_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
     """Return the module descriptions of a policy, after type checks if the user wrote it.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
     found: Any = policy.module_policy()
-    if is_library_policy(policy) or type(policy).module_policy is RolePolicy.module_policy:
+    if is_builtin_policy(policy) or type(policy).module_policy is RolePolicy.module_policy:
         return found  # type: ignore[no-any-return]
     values = list(found.values()) if isinstance(found, Mapping) else [found]
     wrong = [value for value in values if not isinstance(value, ModulePolicyDescription)]
@@ -326,7 +339,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
         )
     for key, description in found.items():
         check_value_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
-        check_field_types(description)
+        check_dataclass_field_types(description)
     return found
 
 
@@ -352,8 +365,8 @@ def check_no_missing_roles(
             left[name] = p
     if left:
         name, p = next(iter(left.items()))
-        _, *others = dict.fromkeys(_mask_layer_index(n, inside) for n in left)
-        known = ", ".join(dict.fromkeys(_mask_layer_index(n, inside) for n in replicated))
+        _, *others = dict.fromkeys(_replace_layer_index_with_star(n, inside) for n in left)
+        known = ", ".join(dict.fromkeys(_replace_layer_index_with_star(n, inside) for n in replicated))
         more = f", nor for {', '.join(map(repr, others))}" if others else ""
         share = f"{p.numel() / total:.1%}"
         raise PolicyError(
@@ -363,18 +376,18 @@ def check_no_missing_roles(
         )
 
 
-def _mask_layer_index(param_path: str, stack_prefixes: Sequence[str]) -> str:
+def _replace_layer_index_with_star(param_path: str, layer_stack_prefixes: Sequence[str]) -> str:
     """Replace the layer index in a path with ``*``. For example, ``layers.0.mlp.2`` becomes ``layers.*.mlp.2``."""
-    stack = next((s for s in stack_prefixes if param_path.startswith(s)), param_path)
+    stack = next((s for s in layer_stack_prefixes if param_path.startswith(s)), param_path)
     layer, dot, rest = param_path.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else param_path
 
 
-def _is_token_wise_norm(norm: nn.Module, layers: nn.Module) -> bool:
+def _is_token_wise_norm(norm: nn.Module, layer_list: nn.Module) -> bool:
     """Return whether a module after the layers, such as a final norm, processes each token separately."""
-    is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
+    is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layer_list.modules()}
     return is_norm_of_layers or get_norm_kind(norm) is not None or is_elementwise(norm)
 
 
-def _is_backbone(module: nn.Module) -> bool:
+def _is_transformers_backbone(module: nn.Module) -> bool:
     return hasattr(module, "out_features") and hasattr(module, "out_indices")

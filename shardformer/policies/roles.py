@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from shardformer.errors import PolicyError
-from shardformer.module_paths import resolve_path
+from shardformer.module_paths import resolve_relative_path
 from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
-from shardformer.policies.module_descriptions import check_field_types
+from shardformer.policies.module_descriptions import check_dataclass_field_types
 from shardformer.public_names import deprecate_renamed_arguments
 
 LocalAttr = str | tuple[str, int]
@@ -25,15 +25,15 @@ LOCAL_ATTR_KINDS = {
 
 
 @dataclass(frozen=True)
-class _TypeCheckedRole:
+class _TypeCheckedDataclass:
     """Base class that raises PolicyError if a dataclass field has a value of the wrong type."""
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        check_dataclass_field_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionProjections(_TypeCheckedRole):
+class AttentionProjections(_TypeCheckedDataclass):
     """The paths of the linear layers in an attention module. These are q, k and v, or qkv, or q and kv.
 
     Args:
@@ -69,7 +69,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
     }
 )
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs(_TypeCheckedRole):
+class AttentionInputs(_TypeCheckedDataclass):
     """Describes which inputs an attention module reads in addition to its first tensor argument.
 
     Args:
@@ -94,7 +94,7 @@ class AttentionInputs(_TypeCheckedRole):
 
 @deprecate_renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
-class Attention(_TypeCheckedRole):
+class Attention(_TypeCheckedDataclass):
     """Describes an attention module in a layer by its projections, inputs and head counts.
 
     Args:
@@ -146,7 +146,7 @@ def make_unknown_attr_kind_error(
 
 @deprecate_renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
-class MLP(_TypeCheckedRole):
+class MLP(_TypeCheckedDataclass):
     """Describes an MLP by the linear layers that read its input and compute its output.
 
     Args:
@@ -171,7 +171,7 @@ class MLP(_TypeCheckedRole):
 
 @deprecate_renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
-class Experts(_TypeCheckedRole):
+class Experts(_TypeCheckedDataclass):
     """Describes a mixture of experts whose weights are stacked into 3-D parameters.
 
     Each expert is sharded along its features. All tensor inputs of the module enter the tensor-parallel region, and its
@@ -206,12 +206,12 @@ def get_output_layer_path(role: Role) -> str | None:
     """Return the path of the output layer of an attention module or MLP, or None if there are several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
-    return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
+    return resolve_relative_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
 
 
 @deprecate_renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
-class LayerStack(_TypeCheckedRole):
+class LayerStack(_TypeCheckedDataclass):
     """Describes a ModuleList of layers, and the attention modules and MLPs in each layer.
 
     Args:

@@ -21,12 +21,12 @@ from shardformer.consistency.initial_weights import (
     compute_model_fingerprint,
     sync_initial_weights,
 )
-from shardformer.consistency.rank_divergence import ConsistencyMonitor
+from shardformer.consistency.rank_divergence import RankConsistencyMonitor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.attention_registration import use_flash_attention
-from shardformer.kernels.fused_ops import defer_bias, make_fused_norm
+from shardformer.kernels.fused_ops import defer_bias_add, make_fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.layout.packed_weights import unregister_packed_parameters
+from shardformer.layout.packed_weights import unregister_quantized_parameters
 from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     ShardingRequest,
@@ -42,9 +42,9 @@ from shardformer.meta_init.lazy_init import (
     materialize_parameters,
     record_changes_if_lazy,
 )
-from shardformer.module_paths import get_attribute_by_path, get_parent_and_attribute_name, join_path
+from shardformer.module_paths import get_attribute_by_path_or_none, get_parent_and_attribute_name, join_path
 from shardformer.pipeline.layer_sequence import map_tensors_to_layers
-from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
+from shardformer.pipeline.stage_manager import PipelineStageManager, build_pipeline_stages
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
@@ -56,12 +56,12 @@ from shardformer.sharding.apply_tensor_parallel import (
     install_tensor_parallel_hooks,
 )
 from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, named_norm_modules
-from shardformer.sharding.compiled_layers import compile_if_configured
+from shardformer.sharding.compiled_layers import compile_model_if_configured
 from shardformer.sharding.plan import ShardingPlan, get_display_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
-from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
-from shardformer.torch_compat import get_wrapped_module_attr_name, has_meta_tensors, is_compiled_wrapper
+from shardformer.tensor_parallel.quantized_linear import UnalignedQuantizedSliceError
+from shardformer.torch_compat import get_wrapped_module_attr_name, has_meta_tensors, is_torch_compile_wrapper
 from shardformer.torch_patches import install_patches
 from shardformer.zero.shard_optimizer import TRAINING_PATCHES
 
@@ -73,7 +73,7 @@ class ResolvedPolicy:
     Args:
         policy: the policy, bound to the model and to the configuration.
         source: where the policy comes from, as text.
-        plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
+        plan: the policy's changes to the model, checked by ``make_checked_sharding_plan`` and adapted to a tensor grid.
         context: results of validating context parallelism.
         samples: batch dimensions of the attention arguments on a tensor grid.
         unvalidated: name of an input that was not validated on the tensor grid -> reason.
@@ -121,8 +121,8 @@ class Sharder:
             launch_from_torch()
         self.context = checks.create_checked_context(config)
         self.grid: TensorGrid | None = None
-        if config.has_tensor_grid and self.context.tensor.size > 1:
-            config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
+        if config.has_tensor_parallel_grid and self.context.tensor.size > 1:
+            config, self.grid = apply_tensor_grid.arrange_tensor_ranks_as_grid(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config, self._compiler = model, config, wrapper_options
         self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
@@ -132,7 +132,7 @@ class Sharder:
         self.needs_policy = self.is_tensor_parallel or config.has_context_parallel or stages > 1 or bool(config.compile)
         """Whether the layout depends on the structure of the model. That of data parallelism does not."""
         self._fresh = is_new_model
-        self._referenced = set() if is_new_model else checks.find_referenced_param_ids(model)
+        self._referenced = set() if is_new_model else checks.find_externally_referenced_param_ids(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
@@ -162,7 +162,7 @@ class Sharder:
         request = ShardingRequest(resolved_policy.source, config.get_sharding_options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
         state.layer_stacks = tuple(stack.layers for stack in plan.stacks)
-        state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
+        state.monitor = RankConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved_policy.notes
         if config.has_context_parallel:
             has_sequence_parallelism = config.enable_sequence_parallelism and self.is_tensor_parallel
@@ -174,24 +174,24 @@ class Sharder:
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
-            state.stages = build_stages(self.model, policy, manager)
+            state.stages = build_pipeline_stages(self.model, policy, manager)
             state.stages.uses_random = may_use_dropout(self.model)
             checks.check_tied_weights_on_same_stage(self._ties, state.stages.find_owner_ranks)
         state.unproven = self._find_unsupported_inputs()
-        checks.check_quantized_weights(self.model, plan, self.context)
-        checks.check_no_parameter_hooks(self.model, plan)
-        checks.check_no_parameter_views(self.model, plan, state.stages)
+        checks.check_layout_supports_quantized_weights(self.model, plan, self.context)
+        checks.check_no_hooks_on_sharded_params(self.model, plan)
+        checks.check_no_views_of_replaced_params(self.model, plan, state.stages)
         if not self._fresh:
             checks.check_no_existing_optimizer(self.model, plan, state.stages, self._referenced)
         return plan
 
-    def get_fingerprint_lines(self, plan: ShardingPlan) -> list[str]:
+    def get_lines_to_compare_across_ranks(self, plan: ShardingPlan) -> list[str]:
         """Describe the config, model and plan as text, so that ranks can check that they agree."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.get_sharding_options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
         stages = state.stages.get_partition_summary_lines() if state.stages is not None else []
-        return [*settings, *compute_model_fingerprint(self.model), *plan.get_fingerprint_lines(), *stages]
+        return [*settings, *compute_model_fingerprint(self.model), *plan.get_lines_to_compare_across_ranks(), *stages]
 
     def shard_in_place(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Apply the sharding plan to the model in place. The plan must be identical on every rank.
@@ -214,7 +214,7 @@ class Sharder:
         state.attach_to_model(self.model)
         install_patches(TRAINING_PATCHES)
         if self._resolved.context.is_whole and not self._fresh:
-            apply_context_parallel.warn_unsharded_attention(self.model, context)
+            apply_context_parallel.warn_about_unsharded_attention(self.model, context)
         if stages is None:
             return []
         stages.record_shared_params(self.model)
@@ -246,7 +246,7 @@ class Sharder:
         else:
             blocks = self._apply_plan(plan)
         uses_context_parallel, is_tensor_parallel = self.config.has_context_parallel, self.is_tensor_parallel
-        forward_checks.ForwardChecks(
+        forward_checks.ForwardCheckHooks(
             self.model,
             plan,
             self.state,
@@ -258,12 +258,12 @@ class Sharder:
 
     def _apply_plan(self, plan: ShardingPlan) -> list[InstalledBlock]:
         config, policy, state = self.config, self._resolved.policy, self.state
-        is_legacy = policy.has_replaced_class_or_tied_params
+        is_legacy = policy.replaces_class_or_ties_params
         if is_legacy and (injected := legacy.replace_model_class(policy, self.model)):
             state.record_replacement("", injected[0], injected[1], kind="class")
         if self.is_tensor_parallel:
             self._replace_modules(plan)
-        if unregister_packed_parameters(self.model):
+        if unregister_quantized_parameters(self.model):
             state.notes.append(
                 "Frozen quantized weights are not in state dicts and checkpoints, and ZeRO keeps them whole."
             )
@@ -273,9 +273,9 @@ class Sharder:
             note = partial(state.record_replacement, kind="method")
             state.notes.append(f"Attention: {use_flash_attention(self.model, state.context.device, note)}.")
         if config.enable_fused_normalization:
-            fuse_norms(self.model, state)
+            replace_norms_with_fused_norms(self.model, state)
         if config.enable_jit_fused:
-            fuse_activations(self.model, plan, state)
+            fuse_activations_with_biases(self.model, plan, state)
         if self.grid is not None:
             state.notes.append(summarize_grid(self.grid))
         uses_random = may_use_dropout(self.model)
@@ -295,7 +295,7 @@ class Sharder:
         forward_checks.move_user_hooks_after_gather(self.model, plan)
         self.model = policy.postprocess() or self.model
         if config.compile or self._compiler:
-            compile_if_configured(self.model, state, config.compile, self._compiler)
+            compile_model_if_configured(self.model, state, config.compile, self._compiler)
         if state.stages is not None:
             state.stages.install_forward_overrides(self.model, state.activations, state.context, self._wrappers)
         return blocks
@@ -353,7 +353,7 @@ class Sharder:
             group = self.grid if target.takes_grid else axis
         try:
             new: nn.Module = make(module, group, **kwargs)
-        except UnalignedSliceError as error:
+        except UnalignedQuantizedSliceError as error:
             raise ConfigError(
                 f"Cannot shard {module_path}. {error.what}.", rule=error.rule, remedy=error.remedy
             ) from None
@@ -369,7 +369,7 @@ class Sharder:
                 remedy="Return the module that replaces the original module.",
             )
         if not type(new).__module__.startswith("shardformer."):
-            checks.check_buffers_are_full(module_path, module, new)
+            checks.check_saved_buffers_keep_full_shape(module_path, module, new)
         return new
 
     def _get_sharding_axis(self, module_path: str, plan: ShardingPlan) -> Axis:
@@ -413,7 +413,7 @@ def _make_replacement_error(
 
 def _get_module_or_config_copy(model: nn.Module, attr_path: str) -> Any:
     """Return the module at ``attr_path``, or a private copy of the config at ``attr_path``, to be modified."""
-    owner = get_attribute_by_path(model, attr_path)
+    owner = get_attribute_by_path_or_none(model, attr_path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
         setattr(*get_parent_and_attribute_name(model, attr_path), owner)
@@ -421,13 +421,20 @@ def _get_module_or_config_copy(model: nn.Module, attr_path: str) -> Any:
 
 
 def create_resolved_policy(
-    sharder: Sharder, policy: Policy, policy_source: str, *, apply_rules: bool = True, **validation_results: Any
+    sharder: Sharder,
+    policy: Policy,
+    policy_source: str,
+    *,
+    apply_sharding_rules: bool = True,
+    **validation_results: Any,
 ) -> ResolvedPolicy:
     """Bind a policy to the sharder's model, and create the sharding plan.
 
     ``validation_results`` are further fields of the returned ``ResolvedPolicy``.
     """
-    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, apply_rules=apply_rules)
+    plan = checks.make_checked_sharding_plan(
+        sharder.model, policy, sharder.config, apply_sharding_rules=apply_sharding_rules
+    )
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         map_tensors_to_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not raise an error
@@ -450,11 +457,15 @@ def shard_for_validation(
 
     def make_plan() -> ShardingPlan:
         return sharder.finalize_sharding_plan(
-            create_resolved_policy(sharder, policy, "to be validated", apply_rules=apply_rules, **validation_results)
+            create_resolved_policy(
+                sharder, policy, "to be validated", apply_sharding_rules=apply_rules, **validation_results
+            )
         )
 
     with sharder.restore_model_on_error():
-        sharder.shard_in_place(run_and_compare_across_ranks(sharder.context, make_plan, sharder.get_fingerprint_lines))
+        sharder.shard_in_place(
+            run_and_compare_across_ranks(sharder.context, make_plan, sharder.get_lines_to_compare_across_ranks)
+        )
     return sharder
 
 
@@ -523,7 +534,7 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
                 while child is not None and (key := get_wrapped_module_attr_name(child)) is not None:
-                    if num_stages > 1 and is_compiled_wrapper(child):
+                    if num_stages > 1 and is_torch_compile_wrapper(child):
                         raise _make_compiled_module_error(path)
                     inner = child._modules[key]
                     assert inner is not None
@@ -537,7 +548,7 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
             now = owner._modules[name]
             wrapper._modules[key], owner._modules[name] = now, wrapper
             is_replaced = now is not None and now is not inner and get_wrapped_module_attr_name(now) is None
-            replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
+            replaced += [path] if is_replaced and is_torch_compile_wrapper(wrapper) else []
     if replaced:
         raise _make_compiled_module_error(replaced[0])
 
@@ -549,7 +560,7 @@ def _make_compiled_module_error(module_path: str) -> ConfigError:
     )
 
 
-def fuse_activations(model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata) -> None:
+def fuse_activations_with_biases(model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata) -> None:
     """Replace activations with fused kernels that also add the bias of the preceding linear layer."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
@@ -562,7 +573,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, metadata: ShardingMet
         modules = [model.get_submodule(name) for name in block.columns if block.fuse_activation and acts]
         columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
         for column in columns:
-            column.finish = defer_bias
+            column.finish = defer_bias_add
         if columns:
             terms = ("bias", " or ".join(acts), "gate")
             found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
@@ -570,7 +581,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, metadata: ShardingMet
     metadata.notes.append(f"Fused into one kernel: {fused or 'activations only'}.")
 
 
-def fuse_norms(model: nn.Module, metadata: ShardingMetadata) -> None:
+def replace_norms_with_fused_norms(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Replace every supported norm in the model with a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
     for path, norm in list(named_norm_modules(model)):

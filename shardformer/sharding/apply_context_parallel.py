@@ -9,46 +9,51 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shardformer.context_parallel import attention
-from shardformer.context_parallel.method import GROUP, RING, choose_context_parallel_sizes, is_method_explicit
+from shardformer.context_parallel.method import (
+    GROUP,
+    RING,
+    choose_context_parallel_sizes,
+    is_context_parallel_method_set,
+)
 from shardformer.context_parallel.model_hooks import (
-    FullSequenceHook,
-    LayerStackHook,
-    ModelInputHook,
+    ContextParallelModelHook,
+    GatherFullSequenceHook,
+    ShardLayerStackSequenceHook,
     register_local_positions_hooks,
 )
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import find_attention_classes, find_attention_configs
-from shardformer.kernels.model_specific_attention import has_attention_interface_call
+from shardformer.kernels.model_specific_attention import calls_attention_interface
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import get_submodule_or_none
-from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.pipeline.layer_sequence import LayerStackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 
 def check_context_parallel_support(
     model: nn.Module,
-    stacks: Sequence[StackDescription],
+    layer_stacks: Sequence[LayerStackDescription],
     context: ParallelContext,
     attention_method: str,
-    notes: Sequence[str] = (),
+    policy_notes: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError if context parallelism does not support the model.
 
     Args:
-        notes: the policy's notes about the stacks.
+        policy_notes: the policy's notes about the stacks.
     """
-    if not stacks:
-        reason = f". {' '.join(notes).removesuffix('.')}" if notes else ""
+    if not layer_stacks:
+        reason = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
         raise ConfigError(
             f"sequence={context.sequence.size} requires a LayerStack, but the policy of {type(model).__name__} has none"
             f"{reason}.",
             remedy="Write a RolePolicy with a LayerStack, or remove the sequence axis.",
         )
     if why := get_unsupported_attention_reason(model):
-        if is_method_explicit(context, attention_method):
+        if is_context_parallel_method_set(context, attention_method):
             raise ConfigError(
                 f"{type(model).__name__} does not support context_parallel={attention_method!r} with "
                 f"sequence={context.sequence.size}, because it {why}.",
@@ -62,7 +67,7 @@ def check_context_parallel_support(
 def get_unsupported_attention_reason(model: nn.Module) -> str | None:
     """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = find_attention_classes(model)
-    own = sorted(cls.__name__ for cls, source in classes.items() if not has_attention_interface_call(source))
+    own = sorted(cls.__name__ for cls, source in classes.items() if not calls_attention_interface(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
     return None if classes else "has no attention module that uses the AttentionInterface"
@@ -114,12 +119,14 @@ def install_context_parallel_attention(
     classes = () if trial_result.is_whole else tuple(find_attention_classes(model))
     if not trial_result.is_whole:
         _enable_context_parallel_attention(model, run, classes)
-    ModelInputHook(run, model, has_random_ops=has_dropout)
+    ContextParallelModelHook(run, model, has_random_ops=has_dropout)
     for path, name in trial_result.gathers:
         for layer in model.get_submodule(path).children():
             mixing = get_submodule_or_none(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                metadata.region_hooks.append(FullSequenceHook(run, (path, name), mixing, has_random_ops=has_dropout))
+                metadata.region_hooks.append(
+                    GatherFullSequenceHook(run, (path, name), mixing, has_random_ops=has_dropout)
+                )
     how = "attention is computed in full on every rank" if trial_result.is_whole else sizes
     metadata.notes.append(f"Context parallelism: {how}.")
     if trial_result.gathers:
@@ -142,7 +149,7 @@ def _enable_context_parallel_attention(
 
 def install_context_parallel_hooks(
     model: nn.Module,
-    stacks: Sequence[StackDescription],
+    layer_stacks: Sequence[LayerStackDescription],
     metadata: ShardingMetadata,
     trial_result: ContextParallelTrialResult,
     *,
@@ -153,21 +160,23 @@ def install_context_parallel_hooks(
     Call this after modules were replaced with parallel layers.
     """
     run, inside = metadata.context_run, set[int]()
-    for stack in stacks:
+    for stack in layer_stacks:
         if stack.whole_sequence:
             metadata.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
             continue
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
         last = [*(layers if trial_result.reads_between else ()), norm or layers[-1]]
-        metadata.region_hooks.append(LayerStackHook(run, stack.layers, layers, last, has_random_ops=has_dropout))
+        metadata.region_hooks.append(
+            ShardLayerStackSequenceHook(run, stack.layers, layers, last, has_random_ops=has_dropout)
+        )
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
             register_local_positions_hooks(module)
 
 
-def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
+def warn_about_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
     """Warn on rank 0 that context parallelism does not shard this model's attention."""
     if context.rank == 0:
         warnings.warn(

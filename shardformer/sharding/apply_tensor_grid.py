@@ -37,7 +37,7 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 """(path of an attention module with * for indices, argument name) -> its dim for samples, or a multiple of them."""
 
 
-def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
+def arrange_tensor_ranks_as_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
     """Arrange the tensor parallel ranks as a 2D, 2.5D or 3D grid, and return the new config and the grid.
 
     All processes must call this function. Raises ConfigError if the sizes do not fit the tensor parallel mode.
@@ -77,9 +77,9 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
             is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
             if _is_sharding_rule_needed(module, width) and not is_known and not f"{path}.".startswith(entries):
-                _add_rule_outside_blocks(plan, grid, prefix, path, module, width)
+                _add_rule_for_module_outside_blocks(plan, grid, prefix, path, module, width)
         if stack.final_norm and _is_sharding_rule_needed(norm := plan.model.get_submodule(stack.final_norm), width):
-            _add_rule_outside_blocks(plan, grid, prefix, stack.final_norm, norm, width)
+            _add_rule_for_module_outside_blocks(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
@@ -100,10 +100,14 @@ def _is_sharding_rule_needed(module: nn.Module, hidden_size: int) -> bool:
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (hidden_size,))
 
 
-def _check_replacements_support_grid(plan: ShardingPlan, stack_prefix: str) -> None:
+def _check_replacements_support_grid(plan: ShardingPlan, layer_stack_prefix: str) -> None:
     for path, sub in plan.replacements.items():
         target = sub.target_module
-        if not path.startswith(stack_prefix) or not isinstance(target, type) or issubclass(target, GridParallelModule):
+        if (
+            not path.startswith(layer_stack_prefix)
+            or not isinstance(target, type)
+            or issubclass(target, GridParallelModule)
+        ):
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
@@ -119,8 +123,8 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
     return next((row.nf if has_transposed_weight(row) else row.out_features for row in rows if row is not None), None)
 
 
-def _add_rule_outside_blocks(
-    plan: ShardingPlan, grid: TensorGrid, stack_prefix: str, module_path: str, module: nn.Module, hidden_size: int
+def _add_rule_for_module_outside_blocks(
+    plan: ShardingPlan, grid: TensorGrid, layer_stack_prefix: str, module_path: str, module: nn.Module, hidden_size: int
 ) -> None:
     """Specify in the plan how to shard a module outside attention and MLPs."""
     own = dict(module.named_parameters(recurse=False))
@@ -133,9 +137,9 @@ def _add_rule_outside_blocks(
             plan.parameters[join_path(module_path, name)] = {
                 0: Split.even(hidden_size, grid.hidden.size, axes=(grid.hidden.name,))
             }
-    elif module_path.startswith(stack_prefix) and module_path.count(".") > stack_prefix.count("."):
-        layer, child = module_path.removeprefix(stack_prefix).split(".")[:2]
-        holder = f"{stack_prefix}{layer}.{child}."
+    elif module_path.startswith(layer_stack_prefix) and module_path.count(".") > layer_stack_prefix.count("."):
+        layer, child = module_path.removeprefix(layer_stack_prefix).split(".")[:2]
+        holder = f"{layer_stack_prefix}{layer}.{child}."
         holds_one_end = any(
             f"{block.entry}.".startswith(holder) != f"{block.row}.".startswith(holder) for _, block in plan.blocks
         )
@@ -208,7 +212,7 @@ def install_sample_selection_hooks(
     remove_caches = partial(_remove_kv_caches_from_output, streams, get_forward_arg_names(model))
     register_forward_hooks(model, HookOrder.MODEL_SEQUENCE, forward_hook=remove_caches)
     for module, (arguments, stream) in entering.items():
-        _SampleSelectionHook(module, arguments, stream, sample_dims)
+        _LocalSampleSelectionHook(module, arguments, stream, sample_dims)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
         stream.batch_dim = sample_dims.get(make_argument_key(stack.layers, HIDDEN_STATES)) or 0
 
@@ -228,7 +232,7 @@ def _remove_kv_caches_from_output(
     )
 
 
-class _SampleSelectionHook:
+class _LocalSampleSelectionHook:
     """A forward pre-hook that selects this rank's samples from the arguments of an attention module.
 
     Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
@@ -270,5 +274,5 @@ class _SampleSelectionHook:
         return (
             tensor
             if dim is None or not self._stream.is_sharded
-            else self._stream.shard_samples(tensor, dim, self._rows)
+            else self._stream.select_local_samples(tensor, dim, self._rows)
         )

@@ -27,7 +27,7 @@ from shardformer.layout.sharding_metadata import (
 )
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.pipeline.layer_sequence import LayerStackDescription
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription
 from shardformer.random_state import may_use_dropout
 from shardformer.sharding.plan import ShardingPlan
@@ -46,7 +46,7 @@ from shardformer.tensor_parallel.grid_layers import (
 )
 from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync_hooks
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
+from shardformer.tensor_parallel.quantized_linear import QuantizedParallelLinear
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]
@@ -63,8 +63,8 @@ def install_tensor_parallel_hooks(
     """Register the forward hooks of layers, attention modules and MLPs for tensor parallelism."""
     axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
-    _check_layers_are_not_blocks(plan, metadata.activations)
-    streams = _install_all_stack_hooks(model, plan, metadata, config, grid)
+    _check_no_layer_is_attention_or_mlp(plan, metadata.activations)
+    streams = _shard_layer_stack_activations(model, plan, metadata, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
@@ -109,7 +109,7 @@ def install_tensor_parallel_hooks(
     return blocks
 
 
-def _install_all_stack_hooks(
+def _shard_layer_stack_activations(
     model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
     """Register hooks that shard activations. Return how each shards its activations, by the prefix of its paths."""
@@ -129,7 +129,7 @@ def _install_all_stack_hooks(
             norm: Any = model.get_submodule(stack.final_norm)
             if metadata.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
                 norm.forward = _identity_forward
-        _install_stack_hooks(model, stack, stream, axis, uses_random)
+        _install_layer_stack_hooks(model, stack, stream, axis, uses_random)
     return streams
 
 
@@ -137,7 +137,7 @@ def _identity_forward(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
+def _check_no_layer_is_attention_or_mlp(plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
     """Raise ConfigError if sequence parallelism is used and a layer is itself an attention module or MLP."""
     layouts = {stack.layers: stack.get_activation_layout(activation_layout) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.is_stack_sharded}
@@ -151,27 +151,31 @@ def _check_layers_are_not_blocks(plan: ShardingPlan, activation_layout: Activati
             )
 
 
-def _install_stack_hooks(
-    model: nn.Module, stack: StackDescription, activation_sharding: ActivationSharding, axis: Axis, has_dropout: bool
+def _install_layer_stack_hooks(
+    model: nn.Module,
+    layer_stack: LayerStackDescription,
+    activation_sharding: ActivationSharding,
+    axis: Axis,
+    has_dropout: bool,
 ) -> None:
     """Install hooks that keep the hidden states sharded from the first to the last layer.
 
     The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
     states between two layers, each layer gathers and shards them.
     """
-    if stack.context is not None and stack.reads_context:
-        path, name = stack.context
+    if layer_stack.context is not None and layer_stack.reads_context:
+        path, name = layer_stack.context
         enter = partial(map_local_shard, partial(prepare_extra_block_input, axis=axis))
         register_argument_pre_hook(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
-    layers = model.get_submodule(stack.layers)
+    layers = model.get_submodule(layer_stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
-    ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
+    ends = [*children, *([model.get_submodule(layer_stack.final_norm)] if layer_stack.final_norm else [])]
     is_repeated = len(set(ends)) < len(ends)  # the first layer may also run later, the last also earlier
-    if activation_sharding.layout.is_stack_sharded and (is_repeated or stack.sequence.between):
+    if activation_sharding.layout.is_stack_sharded and (is_repeated or layer_stack.sequence.between):
         for module in dict.fromkeys(ends):
-            activation_sharding.register_stack_hooks(module, module)
+            activation_sharding.register_layer_stack_hooks(module, module)
     else:
-        activation_sharding.register_stack_hooks(ends[0], ends[-1])
+        activation_sharding.register_layer_stack_hooks(ends[0], ends[-1])
     sample_axis = activation_sharding.sequence_shard_axis
     if has_dropout and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
@@ -182,7 +186,7 @@ def _install_stack_hooks(
 def _install_tensor_parallel_block(
     model: nn.Module,
     block_description: BlockDescription,
-    parallel_classes: ParallelLayerClasses,
+    parallel_layer_classes: ParallelLayerClasses,
     activation_sharding: ActivationSharding,
     has_dropout: bool,
     axis: Axis,
@@ -195,7 +199,7 @@ def _install_tensor_parallel_block(
         axis: axis of the ranks that have the same input.
     """
     row = model.get_submodule(block_description.row)
-    if isinstance(row, parallel_classes.row) and getattr(row, "block", None) is not None:
+    if isinstance(row, parallel_layer_classes.row) and getattr(row, "block", None) is not None:
         return None
     if block_description.replicated_terms is not None:
         register_block_hooks(row, activation_sharding, block_description.replicated_terms)
@@ -209,21 +213,21 @@ def _install_tensor_parallel_block(
     for name, dim in arguments.head_dims.items():
         select = partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis)
         register_argument_pre_hook(brings, name, select, HookOrder.HEAD_ARGUMENTS)
-    block = (GridTensorParallelBlock if issubclass(parallel_classes.row, GridParallelModule) else TensorParallelBlock)(
-        activation_sharding, has_dropout, arguments.width
-    )
+    block = (
+        GridTensorParallelBlock if issubclass(parallel_layer_classes.row, GridParallelModule) else TensorParallelBlock
+    )(activation_sharding, has_dropout, arguments.width)
     for name in [*block_description.columns, *block_description.cross_columns]:
-        column = _get_submodule_of_class(model, name, parallel_classes.column, "column")
+        column = _get_submodule_of_class(model, name, parallel_layer_classes.column, "column")
         column.block = block
-        block.has_adapters |= isinstance(column, QuantizedLinear)  # whose product is its own
+        block.has_adapters |= isinstance(column, QuantizedParallelLinear)  # whose product is its own
         if name in block_description.columns:
             block.columns.append(column)
-    _get_submodule_of_class(model, block_description.row, parallel_classes.row, "row").block = block
+    _get_submodule_of_class(model, block_description.row, parallel_layer_classes.row, "row").block = block
     if block_description.shared_exit is not None:
-        other = _get_submodule_of_class(model, block_description.shared_exit, parallel_classes.row, "row")
+        other = _get_submodule_of_class(model, block_description.shared_exit, parallel_layer_classes.row, "row")
         other.shared_exit = (row,)
     entry = model.get_submodule(block_description.entry)
-    block.register_entry_hooks(entry, contains_exit_layer=block_description.contains_exit_layer)
+    block.register_entry_hooks(entry, contains_row_linear=block_description.contains_exit_layer)
     return entry, block
 
 
@@ -310,14 +314,14 @@ def _with_trailing_dot(path: str) -> str:
 
 
 def _create_gradient_reduction_groups(
-    metadata: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
+    metadata: ShardingMetadata, stages_sharing_params: Sequence[tuple[int, ...]]
 ) -> Callable[[GradientReduction], Axis]:
     """Create the process groups for gradient reduction, in the same order on all processes.
 
     Returns a function that maps a reduction to the axis of its group.
 
     Args:
-        stage_sets: sets of stages that share a parameter.
+        stages_sharing_params: sets of stages that share a parameter.
     """
     context = metadata.context
     names = ("data", *metadata.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))
@@ -325,8 +329,8 @@ def _create_gradient_reduction_groups(
     block = [name for name in metadata.activations.block if context.sizes.get(name, 1) > 1]
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
-        (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
-        for stages in stage_sets
+        (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only_coords={"pipe": stages})
+        for stages in stages_sharing_params
         for names in choices
     }
     for names in choices:
@@ -354,14 +358,14 @@ class _GradientDivisorHook:
 
 
 def _install_gradient_divisor_hooks(
-    entry: nn.Module, block: TensorParallelBlock, gradient_slot_by_param_id: dict[int, GradientSlot]
+    entry_module: nn.Module, block: TensorParallelBlock, gradient_slot_by_param_id: dict[int, GradientSlot]
 ) -> None:
     """Install hooks that choose gradient divisors for modules before and after an all-reduce.
 
     ALBERT's norm runs after the reduction. The hooks are not needed if the stack shards the hidden states, because each
     rank then has only its shard after the reduction.
     """
-    for module in entry.modules():
+    for module in entry_module.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))
         gradients = [gradient_slot_by_param_id[id(p)] for p in params if id(p) in gradient_slot_by_param_id]
         if gradients and not isinstance(module, ParallelModule):

@@ -21,21 +21,21 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
-from shardformer.kernels.attention_registration import check_flash_attention
+from shardformer.kernels.attention_registration import check_flash_attention_is_supported
 from shardformer.kernels.fused_ops import is_elementwise, make_fused_norm
-from shardformer.layout.packed_weights import find_packed_weights, has_quantization_config, is_4bit_linear
+from shardformer.layout.packed_weights import find_quantized_weights, has_quantization_config, is_4bit_linear
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     PARENT_METADATA_ATTRIBUTE,
     OverlapGroup,
-    find_parameter_view,
+    find_view_and_parameter_names,
     named_sharded_parameters,
 )
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, get_launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.meta_init.lazy_init import check_init_recipes, record_changes_if_lazy
+from shardformer.meta_init.lazy_init import check_meta_tensors_can_be_computed, record_changes_if_lazy
 from shardformer.module_paths import LIBRARIES, find_model_configs, get_parent_and_attribute_name
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.policies import legacy
@@ -78,7 +78,7 @@ def create_checked_context(config: ShardConfig) -> ParallelContext:
         deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # read all announcements before raising, so that a later call does not read those of this call
         others = [other for other in range(dist.get_world_size()) if other != rank]
-        problems = [_check_peer_process_group(store, other, announcement, deadline) for other in others]
+        problems = [_find_peer_process_group_error(store, other, announcement, deadline) for other in others]
         problem = problem or next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise problem
@@ -95,19 +95,19 @@ class _ProcessGroupReport:
     problem: str
 
 
-def _check_peer_process_group(
-    store: Store, peer_rank: int, local_report: _ProcessGroupReport, deadline: float
+def _find_peer_process_group_error(
+    store: Store, peer_rank: int, local_announcement: _ProcessGroupReport, deadline: float
 ) -> ShardFormerError | None:
     """Return an error if another process passed a different process group or cannot shard the model.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
     """
-    me, is_member = dist.get_rank(), peer_rank in local_report.ranks
+    me, is_member = dist.get_rank(), peer_rank in local_announcement.ranks
     place = f"{ANNOUNCEMENTS}/{me}/of/{peer_rank}"
     while True:
         key = f"{ANNOUNCEMENTS}/{peer_rank}/{store.add(place, 0) + 1}"
-        has_arrived, why = _wait_for_key(store, key, None if is_member else deadline, peer_rank)
+        has_arrived, why = _wait_for_key_or_peer_exit(store, key, None if is_member else deadline, peer_rank)
         if not has_arrived:
             if is_member and why:
                 return LaunchError(
@@ -115,25 +115,25 @@ def _check_peer_process_group(
                     remedy=f"Fix the error of process {peer_rank}.",
                 )
             problem = (
-                f"Process {peer_rank} did not reach shard_model for {local_report.group_description}, but "
+                f"Process {peer_rank} did not reach shard_model for {local_announcement.group_description}, but "
                 f"process {me} did"
             )
             return LostPeerError(problem, remedy=SAME_GROUP) if is_member else None
         announced = _ProcessGroupReport(*json.loads(store.get(key)))
         is_about_us = me in announced.ranks
-        if is_about_us and not is_member and not local_report.problem:
+        if is_about_us and not is_member and not local_announcement.problem:
             return None
         store.add(place, 1)
-        if local_report.problem:
+        if local_announcement.problem:
             return None  # one announcement answers another, and this process already has a problem
         if announced.problem:
             return LaunchError(
                 f"Process {peer_rank} cannot shard the model: {announced.problem}.",
                 remedy=f"Fix the error of process {peer_rank}.",
             )
-        if is_about_us and announced != local_report:
+        if is_about_us and announced != local_announcement:
             problem = (
-                f"Process {me} shards over {local_report.group_description}, but its member process "
+                f"Process {me} shards over {local_announcement.group_description}, but its member process "
                 f"{peer_rank} over {announced.group_description}"
             )
             return ConfigError(problem, remedy=SAME_GROUP)
@@ -144,7 +144,7 @@ def _check_peer_process_group(
 SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of its members"
 
 
-def _wait_for_key(store: Any, store_key: str, deadline: float | None, peer_rank: int) -> tuple[bool, str]:
+def _wait_for_key_or_peer_exit(store: Any, store_key: str, deadline: float | None, peer_rank: int) -> tuple[bool, str]:
     """Wait until another process sets a key of the store, and return whether it did.
 
     Also returns why that process ended, or "". Waits until the deadline, or for the store's timeout. Polls, because
@@ -194,18 +194,18 @@ def check_can_be_sharded(model: nn.Module) -> None:
             remedy="Build or load the model outside torch.inference_mode().",
         )
     if has_meta_tensors(model):
-        check_init_recipes(model)
+        check_meta_tensors_can_be_computed(model)
 
 
-def make_checked_plan(
-    model: nn.Module, policy: Policy, config: ShardConfig, *, apply_rules: bool = True
+def make_checked_sharding_plan(
+    model: nn.Module, policy: Policy, config: ShardConfig, *, apply_sharding_rules: bool = True
 ) -> ShardingPlan:
     """Check that a model supports the config, and return the policy's sharding plan for the model.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
-        apply_rules: whether weights are sharded (see ``make_sharding_plan``).
+        apply_sharding_rules: whether weights are sharded (see ``make_sharding_plan``).
 
     Raises:
         PolicyError: see ``make_sharding_plan``.
@@ -223,7 +223,7 @@ def make_checked_plan(
             model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes
         )
     if config.enable_flash_attention:
-        check_flash_attention(model, config.resolve_context().device)
+        check_flash_attention_is_supported(model, config.resolve_context().device)
     if config.enable_fused_normalization:
         check_can_fuse_norms(model)
     if config.enable_jit_fused:
@@ -231,14 +231,14 @@ def make_checked_plan(
     with record_changes_if_lazy(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
-    if policy.has_replaced_class_or_tied_params:
+    if policy.replaces_class_or_ties_params:
         legacy.check_legacy_policy(policy, model)
-    return make_sharding_plan(model, policy, apply_rules=apply_rules)
+    return make_sharding_plan(model, policy, apply_sharding_rules=apply_sharding_rules)
 
 
-def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
+def check_layout_supports_quantized_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
     """Raise ConfigError if the parallel layout does not support the model's quantized weights."""
-    packed = find_packed_weights(model)
+    packed = find_quantized_weights(model)
     owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
@@ -257,7 +257,7 @@ def check_quantized_weights(model: nn.Module, plan: ShardingPlan, context: Paral
         raise _make_quantized_layer_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
 
 
-def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
+def check_no_integer_weights_to_shard(model: nn.Module, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if GPTQ, AWQ or other layers with integer weights would be sharded."""
     axis = next((name for name in ("tensor", "sequence") if axis_sizes.get(name, 1) > 1), None)
     if axis is None or not has_quantization_config(model):
@@ -270,16 +270,16 @@ def check_no_integer_weights(model: nn.Module, axis_sizes: Mapping[str, int]) ->
             raise _make_quantized_layer_error(model, path, f"{axis}={axis_sizes[axis]}")
 
 
-def _make_quantized_layer_error(model: nn.Module, module_path: str, layout: str) -> ConfigError:
+def _make_quantized_layer_error(model: nn.Module, module_path: str, unsupported_layout: str) -> ConfigError:
     kind = type(model.get_submodule(module_path)).__name__
     return ConfigError(
-        f"{module_path} is a quantized {kind}, which does not support {layout}.",
+        f"{module_path} is a quantized {kind}, which does not support {unsupported_layout}.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
 
 
-def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
+def check_no_hooks_on_sharded_params(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ConfigError if a parameter that will be sharded has hooks, because sharding would remove them."""
     sharded = plan.get_sharded_param_names_by_id()
     for p in model.parameters():
@@ -292,12 +292,12 @@ def check_no_parameter_hooks(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None) -> None:
+def check_no_views_of_replaced_params(model: nn.Module, plan: ShardingPlan, stages: PipelineStages | None) -> None:
     """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved."""
     sharded = plan.get_sharded_param_names_by_id()
     is_here = stages.is_stored_locally if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
-    if found := find_parameter_view(model, moved):
+    if found := find_view_and_parameter_names(model, moved):
         view, name = found
         raise ConfigError(
             f"{view} of {type(model).__name__} is a view of the parameter {name}, which sharding replaces or moves.",
@@ -305,19 +305,19 @@ def check_no_parameter_views(model: nn.Module, plan: ShardingPlan, stages: Pipel
         )
 
 
-def find_referenced_param_ids(model: nn.Module) -> set[int]:
+def find_externally_referenced_param_ids(model: nn.Module) -> set[int]:
     """Return the ids of parameters that are referenced outside the model, for example by an optimizer.
 
     Compares their reference counts with the count of a parameter to which only its module refers.
     """
     alone = nn.Module()
     alone.only = nn.Parameter(torch.empty(0))
-    ((_, by_counting),) = _count_parameter_references(alone)
+    ((_, by_counting),) = _get_param_ids_and_refcounts(alone)
     times = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return {key for key, count in _count_parameter_references(model) if count - (by_counting - 1) > times[key]}
+    return {key for key, count in _get_param_ids_and_refcounts(model) if count - (by_counting - 1) > times[key]}
 
 
-def _count_parameter_references(model: nn.Module) -> list[tuple[int, int]]:
+def _get_param_ids_and_refcounts(model: nn.Module) -> list[tuple[int, int]]:
     counts: list[tuple[int, int]] = []
     for module in model.modules():
         for p in module._parameters.values():
@@ -332,8 +332,8 @@ def check_no_existing_optimizer(
     """Raise ConfigError if an optimizer already contains a parameter that sharding will replace.
 
     Args:
-        referenced_param_ids: result of ``find_referenced_param_ids`` before planning. The slow search through all
-            objects of the process runs only if it contains a parameter to shard.
+        referenced_param_ids: result of ``find_externally_referenced_param_ids`` before planning. The slow search
+            through all objects of the process runs only if it contains a parameter to shard.
     """
     sharded = plan.get_sharded_param_names_by_id()
     if stages is not None:
@@ -363,7 +363,7 @@ def check_params_not_in_optimizer(
                 )
 
 
-def check_buffers_are_full(module_path: str, original_module: nn.Module, new_module: nn.Module) -> None:
+def check_saved_buffers_keep_full_shape(module_path: str, original_module: nn.Module, new_module: nn.Module) -> None:
     """Raise PolicyError if a buffer that is saved in the state dict is sharded by the replacement of its module."""
     local = dict(new_module.named_buffers())
     for name, full in original_module.named_buffers():
@@ -409,15 +409,15 @@ def restore_model_on_error(model: nn.Module) -> Iterator[None]:
     except BaseException:
         for m, kind, attributes, tables in before:
             m.__class__ = kind
-            _replace_dict_entries(vars(m), attributes)
+            _replace_all_dict_entries(vars(m), attributes)
             for name, entries in tables.items():
-                _replace_dict_entries(vars(m)[name], entries)
+                _replace_all_dict_entries(vars(m)[name], entries)
         for c, attributes in settings:
-            _replace_dict_entries(vars(c), attributes)
+            _replace_all_dict_entries(vars(c), attributes)
         for p, trains, attributes, hooks in params:
             if p.requires_grad != trains:
                 p.requires_grad_(trains)
-            _replace_dict_entries(vars(p), attributes)
+            _replace_all_dict_entries(vars(p), attributes)
             for table, own in zip(_get_grad_hook_dicts(p), hooks, strict=True):
                 for key in table.keys() - own:
                     del table[key]
@@ -432,7 +432,7 @@ def _copy_private_dicts(instance_dict: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() for n, v in instance_dict.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 
-def _replace_dict_entries(target_dict: dict[Any, Any], new_entries: Mapping[Any, Any]) -> None:
+def _replace_all_dict_entries(target_dict: dict[Any, Any], new_entries: Mapping[Any, Any]) -> None:
     target_dict.clear()
     target_dict.update(new_entries)
 
@@ -441,11 +441,11 @@ TIE_REMEDY = "Tie them with module.weight = other.weight instead of .data, or cl
 
 
 def check_tied_weights_on_same_stage(
-    tied_groups: Sequence[OverlapGroup], owner_ranks_fn: Callable[[str], Sequence[int]]
+    tied_param_groups: Sequence[OverlapGroup], get_owner_ranks_fn: Callable[[str], Sequence[int]]
 ) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
-    for group in tied_groups:
-        if len({tuple(owner_ranks_fn(name)) for name in group}) > 1:
+    for group in tied_param_groups:
+        if len({tuple(get_owner_ranks_fn(name)) for name in group}) > 1:
             first, second, *_ = group
             raise ConfigError(
                 f"{first} and {second} share memory, but are on different pipeline stages.", remedy=TIE_REMEDY

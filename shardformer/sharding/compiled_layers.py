@@ -24,14 +24,14 @@ from torch import fx, nn
 from shardformer import torch_compat
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.context_parallel.attention import (
+    add_tensor_wrappers_to_attention,
     has_patched_position_bias,
-    wrap_attention_in_tensors,
     wrap_mask_in_tensor,
 )
-from shardformer.context_parallel.model_hooks import FullSequenceHook
+from shardformer.context_parallel.model_hooks import GatherFullSequenceHook
 from shardformer.context_parallel.sequence_layout import ContextParallelState
-from shardformer.errors import ConfigError, check_choice, check_names
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata
+from shardformer.errors import ConfigError, check_choice, check_names_are_known
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_sharding_metadata
 from shardformer.random_state import may_use_dropout
 from shardformer.sharding.graph_random_state import compile_with_rng_state
 from shardformer.tensor_parallel.sequence_parallel import ActivationSharding, get_first_tensor_arg
@@ -80,7 +80,7 @@ class LayerStackCompiler:
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
         function = FunctionType(
-            _call_layer_with_lengths.__code__.replace(), globals(), _call_layer_with_lengths.__name__
+            _call_layer_with_input_lengths.__code__.replace(), globals(), _call_layer_with_input_lengths.__name__
         )
         self.call: Callable[..., Any] = torch.compile(
             function, backend=self._compile_graph, fullgraph=True, dynamic=dynamic
@@ -108,15 +108,15 @@ class LayerStackCompiler:
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
-def _call_layer_with_lengths(
+def _call_layer_with_input_lengths(
     forward_fn: Callable[..., Any],
     layer: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    sharding_lengths: Sequence[tuple[ActivationSharding, int]],
+    input_length_per_sharding: Sequence[tuple[ActivationSharding, int]],
 ) -> Any:
     """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
-    for stream, length in sharding_lengths:
+    for stream, length in input_length_per_sharding:
         setattr(stream, stream.length_name, length)
     return forward_fn(*args, **kwargs) if layer is None else forward_fn(layer, *args, **kwargs)
 
@@ -151,7 +151,7 @@ class CompiledForward:
         self._streams = list(dict.fromkeys(block.stream for block in blocks))
         for block in blocks:
             block.include_rng_switch_in_graph()
-        wrap_attention_in_tensors(layer)
+        add_tensor_wrappers_to_attention(layer)
 
     def restore_original_forward(self) -> None:
         """Restore the original ``forward`` of the layer."""
@@ -173,10 +173,10 @@ class CompiledForward:
             args = tuple(None if any(x is cache for cache in caches) else x for x in args)
             kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
         if self._checkpoints_in_forward and (checkpoint := get_gradient_checkpointing_fn(self._layer)) is not None:
-            return checkpoint(functools.partial(self._run_compiled, **kwargs), *args)
-        return self._run_compiled(*args, **kwargs)
+            return checkpoint(functools.partial(self._run_compiled_with_eager_fallback, **kwargs), *args)
+        return self._run_compiled_with_eager_fallback(*args, **kwargs)
 
-    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled_with_eager_fallback(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = resolve_deferred_tensors((args, kwargs))
         for stream in self._streams:
             stream.restore_input_size_in_recompute(get_first_tensor_arg(args, kwargs))
@@ -184,9 +184,9 @@ class CompiledForward:
         gather_groups_of_params(self._layer.parameters())
         self._stack.running = self._path
         try:
-            return self._call_compiled(args, kwargs)
+            return self._call_compiled_graph(args, kwargs)
         except torch_compat.get_recompile_limit_error_class():
-            self._warn_recompile_limit(args, kwargs)
+            self._warn_once_about_recompile_limit(args, kwargs)
         except torch_compat.get_compile_error_class() as error:
             raise self._make_graph_break_error(error) from error
         finally:
@@ -194,7 +194,7 @@ class CompiledForward:
                 stream.is_restored = False
         return self._run_eager(args, kwargs)
 
-    def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_compiled_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
         args, kwargs = tree_map(wrap_mask_in_tensor, (args, kwargs))
         lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
@@ -203,12 +203,12 @@ class CompiledForward:
     def _run_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(self._layer, *args, **kwargs) if self._is_method else self._forward(*args, **kwargs)
 
-    def _warn_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warn_once_about_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack = self._stack
         stack.eager_calls += 1
         if stack.eager_calls > 1:
             return
-        reason = torch_compat.get_recompile_reason(lambda: self._call_compiled(args, kwargs))
+        reason = torch_compat.get_recompile_reason(lambda: self._call_compiled_graph(args, kwargs))
         warnings.warn(
             f"{self._path} runs some calls without compilation, because {stack.path} has reached the limit of "
             f"{len(stack.graphs)} graphs ({reason}). Pad the batches to a few lengths, or raise "
@@ -216,8 +216,8 @@ class CompiledForward:
             stacklevel=2,
         )
 
-    def _make_graph_break_error(self, error: Exception) -> ConfigError:
-        reason = " ".join(str(error).strip().split("\n\n")[0].split())
+    def _make_graph_break_error(self, compile_error: Exception) -> ConfigError:
+        reason = " ".join(str(compile_error).strip().split("\n\n")[0].split())
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
             rule="A compiled layer has no graph break.",
@@ -233,7 +233,7 @@ def compile_layer_stacks(
     Raises ConfigError if the model, its layout or this computer does not support compilation.
     """
     _check_can_be_compiled(model, metadata, backend)
-    found = {path: _get_local_layers(model, path) for path in metadata.layer_stacks}
+    found = {path: _get_local_layers_by_path(model, path) for path in metadata.layer_stacks}
     if not found:
         name = torch_compat.get_compile_backend_name(backend)
         raise ConfigError(
@@ -255,24 +255,26 @@ def compile_layer_stacks(
             layer.forward = CompiledForward(layer, path, stack, metadata.context_run)
 
 
-def compile_if_configured(
-    model: nn.Module, metadata: ShardingMetadata, compile: bool | str, wrapper_options: Mapping[str, Any]
+def compile_model_if_configured(
+    model: nn.Module, metadata: ShardingMetadata, compile: bool | str, torch_compile_options: Mapping[str, Any]
 ) -> None:
     """Compile a sharded model if the config requests it, or if the model was wrapped by torch.compile.
 
     Args:
-        wrapper_options: arguments of the wrapper (``torch_compat.unwrap_compiled_module``), which ``compile``
+        torch_compile_options: arguments of the wrapper (``torch_compat.unwrap_compiled_module``), which ``compile``
             overrides.
     """
     if compile:
         compile_layer_stacks(model, metadata, DEFAULT_BACKEND if compile is True else compile, {})
-    elif wrapper_options and metadata.layer_stacks:
-        compile_layer_stacks(model, metadata, wrapper_options["backend"], {"dynamic": wrapper_options["dynamic"]})
-    elif wrapper_options:
-        nn.Module.compile(model, **wrapper_options)
+    elif torch_compile_options and metadata.layer_stacks:
+        compile_layer_stacks(
+            model, metadata, torch_compile_options["backend"], {"dynamic": torch_compile_options["dynamic"]}
+        )
+    elif torch_compile_options:
+        nn.Module.compile(model, **torch_compile_options)
 
 
-def _get_local_layers(model: nn.Module, layer_list_path: str) -> dict[str, nn.Module]:
+def _get_local_layers_by_path(model: nn.Module, layer_list_path: str) -> dict[str, nn.Module]:
     """Return the layers on this pipeline stage as a dict that maps paths to layers."""
     layers = {
         f"{layer_list_path}.{name}": layer for name, layer in model.get_submodule(layer_list_path).named_children()
@@ -284,7 +286,7 @@ def _check_can_be_compiled(model: nn.Module, metadata: ShardingMetadata, backend
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     name, device = torch_compat.get_compile_backend_name(backend), metadata.context.device.type
-    if metadata.context_run is not None and (reason := _get_context_parallel_conflict(model, metadata)):
+    if metadata.context_run is not None and (reason := _get_context_parallel_compile_conflict(model, metadata)):
         raise ConfigError(
             f"compile={name!r} is not supported, because context parallelism {reason}.", remedy="Set compile=False."
         )
@@ -296,11 +298,11 @@ def _check_can_be_compiled(model: nn.Module, metadata: ShardingMetadata, backend
         raise ConfigError("compile='inductor' requires a C++ compiler, but none is installed.", remedy="Install g++.")
 
 
-def _get_context_parallel_conflict(model: nn.Module, metadata: ShardingMetadata) -> str:
+def _get_context_parallel_compile_conflict(model: nn.Module, metadata: ShardingMetadata) -> str:
     """Return why context parallelism prevents compilation of the layers, or an empty string."""
     if metadata.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
-    if any(isinstance(hook, FullSequenceHook) for hook in metadata.region_hooks):
+    if any(isinstance(hook, GatherFullSequenceHook) for hook in metadata.region_hooks):
         return "gathers the full sequence for modules inside the layers"
     if any(has_patched_position_bias(module) for module in model.modules()):
         return "computes the relative position bias of this model in Python"
@@ -318,13 +320,15 @@ def compile_model(
 
     Takes the arguments of ``torch.compile``. A model without a known stack of layers is compiled as a whole.
     """
-    state = get_metadata(self)
+    state = get_sharding_metadata(self)
     if disable:
         return
     if not state.layer_stacks:
         nn.Module.compile(self, backend=backend, **options)
         return
-    check_names(options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}")
+    check_names_are_known(
+        options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}"
+    )
     if options.get("mode") and options.get("options"):
         raise ConfigError("model.compile received both mode and options.", remedy="Pass either mode or options.")
     if state.stages is not None and state.context.pipe.size > 1:
@@ -337,5 +341,5 @@ def compile_model(
 
 def get_layer_stack_compilers(model: nn.Module) -> list[LayerStackCompiler]:
     """Return the objects that compile the layers of a sharded model. Empty if the model is not compiled."""
-    compilers: list[LayerStackCompiler] = get_metadata(model).compilers
+    compilers: list[LayerStackCompiler] = get_sharding_metadata(model).compilers
     return compilers

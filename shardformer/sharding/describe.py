@@ -16,8 +16,8 @@ from torch import nn
 
 from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
-    get_metadata,
     get_shard_specs,
+    get_sharding_metadata,
     named_sharded_parameters,
 )
 from shardformer.pipeline.schedules import make_schedule, round_up_num_micro_batches, simulate_schedule
@@ -50,7 +50,7 @@ def format_table(
     lines: list[tuple[str, ...]] = [header]
     sections: dict[str, list[TableRow]] = {"": []}
     for path, cells, count in rows:
-        section = _get_stack_pattern(path)
+        section = _get_layer_stack_pattern(path)
         sections.setdefault(section, []).append((_remove_stack_prefix(section, path), cells, count))
     for section, members in sections.items():
         if section:
@@ -63,11 +63,11 @@ def format_table(
     return align_columns(lines)
 
 
-def align_columns(table_rows: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
+def align_columns(table_rows: Sequence[Sequence[str]], first_right_aligned_column: int | None = None) -> list[str]:
     """Pad the cells of all lines so that the columns are aligned. Lines of one cell are unchanged.
 
     Args:
-        first_right_aligned: the first column to align on the right. None aligns all columns on the left.
+        first_right_aligned_column: the first column to align on the right. None aligns all columns on the left.
     """
     columns = range(max(map(len, table_rows)))
     widths = [max((len(line[i]) for line in table_rows if i < len(line) > 1), default=0) for i in columns]
@@ -75,7 +75,7 @@ def align_columns(table_rows: Sequence[Sequence[str]], first_right_aligned: int 
     def pad_cell(column: int, cell: str) -> str:
         return (
             cell.ljust(widths[column])
-            if first_right_aligned is None or column < first_right_aligned
+            if first_right_aligned_column is None or column < first_right_aligned_column
             else cell.rjust(widths[column])
         )
 
@@ -104,7 +104,7 @@ def make_replicated_parameter_rows(replicated_params: Iterable[tuple[str, str, i
         leaves[owner, shape, count] = ([*names, leaf], total + share)
     merged: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
     for (owner, shape, count), (names, share) in leaves.items():
-        section = _get_stack_pattern(owner)
+        section = _get_layer_stack_pattern(owner)
         key = (section, ", ".join(names), shape, count)
         owners, total = merged.get(key, ([], 0.0))
         merged[key] = ([*owners, _remove_stack_prefix(section, owner)], total + share)
@@ -120,14 +120,14 @@ def format_percent(fraction: float) -> str:
     return f"{fraction:.1%}" if fraction >= 0.0005 or fraction == 0 else "<0.1%"
 
 
-def _get_stack_pattern(path: str) -> str:
+def _get_layer_stack_pattern(module_path: str) -> str:
     """Return the path pattern of the layers that contain a module, such as ``h.*`` for ``h.*.attn``."""
-    before, star, _ = f"{path}.".partition(".*.")
+    before, star, _ = f"{module_path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
 
-def _remove_stack_prefix(stack_pattern: str, path: str) -> str:
-    return path[len(stack_pattern) :].lstrip(".") or "the layer itself" if stack_pattern else path
+def _remove_stack_prefix(stack_pattern: str, module_path: str) -> str:
+    return module_path[len(stack_pattern) :].lstrip(".") or "the layer itself" if stack_pattern else module_path
 
 
 def _merge_adjacent_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -154,7 +154,7 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class StageRow:
+class PipelineStageRow:
     """A table row that describes one pipeline stage.
 
     Args:
@@ -178,24 +178,24 @@ class StageRow:
     checkpointed: int
 
 
-def make_stage_rows(stages: PipelineStages) -> list[StageRow]:
+def make_stage_rows(stages: PipelineStages) -> list[PipelineStageRow]:
     """Return a table with one row for each pipeline stage. The table is identical on all ranks."""
     names = stages.parameters
-    in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
+    in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.called_layer_paths)}
     total = stages.num_parameters
     cost = max(sum(stages.costs), 1e-30)
     counts = stages.manager.count_recomputed_layers([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
-        virtual = stages.manager.get_virtual_stages(stage)
+        virtual = stages.manager.get_virtual_stages_of_rank(stage)
         units = [unit for v in virtual for unit in stages.spans[v]]
         here = {name for name in names if stage in stages.find_owner_ranks(name)}
         size = sum(dict(names[name] for name in here).values())
         rows.append(
-            StageRow(
+            PipelineStageRow(
                 stage,
                 virtual,
-                ", ".join(abbreviate_paths([stages.chain.layer_calls[unit] for unit in units])),
+                ", ".join(abbreviate_paths([stages.chain.called_layer_paths[unit] for unit in units])),
                 ", ".join(find_covering_paths(here - in_layers, names)),
                 size,
                 size / max(total, 1),
@@ -206,7 +206,7 @@ def make_stage_rows(stages: PipelineStages) -> list[StageRow]:
     return rows
 
 
-def format_stage_table(rows: list[StageRow], stages: PipelineStages) -> list[str]:
+def format_stage_table(rows: list[PipelineStageRow], stages: PipelineStages) -> list[str]:
     """Format the table of pipeline stages, followed by sentences about the schedule and shared parameters."""
     head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
@@ -230,12 +230,12 @@ def format_stage_table(rows: list[StageRow], stages: PipelineStages) -> list[str
     return [
         *align_columns(shown, shown[0].index("parameters")),
         "",
-        *_describe_schedule(stages),
-        *describe_shared_parameters(stages),
+        *_describe_pipeline_schedule(stages),
+        *describe_params_shared_by_stages(stages),
     ]
 
 
-def _describe_schedule(stages: PipelineStages) -> list[str]:
+def _describe_pipeline_schedule(stages: PipelineStages) -> list[str]:
     name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
     few, many = (round_up_num_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
     with_few, with_many = (simulate_schedule(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
@@ -248,7 +248,7 @@ def _describe_schedule(stages: PipelineStages) -> list[str]:
     return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
 
-def describe_shared_parameters(stages: PipelineStages) -> list[str]:
+def describe_params_shared_by_stages(stages: PipelineStages) -> list[str]:
     """Return a sentence for each set of pipeline stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
     for name, ranks in stages.shared.items():
@@ -335,7 +335,7 @@ class ShardingDescription:
     whole: list[tuple[str, str, int, float]]
     notes: list[str]
     layers: dict[str, int]
-    stages: list[StageRow] = field(default_factory=list)
+    stages: list[PipelineStageRow] = field(default_factory=list)
     stage_text: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -382,7 +382,7 @@ def count_total_and_local_params(model: nn.Module) -> tuple[int, int]:
     Replicated parameters count on each rank. Under ZeRO stage 3, the second number includes the shards that this rank
     gathers from other ranks.
     """
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     local = sum(p.numel() for p in model.parameters())
     if state.stages is not None and state.stages.manager.num_stages > 1:
         return state.stages.num_parameters, local
@@ -392,7 +392,7 @@ def count_total_and_local_params(model: nn.Module) -> tuple[int, int]:
 def sharded_extra_repr(self: nn.Module) -> str:
     """Return the ``extra_repr`` of a sharded model, with a line about its layout and number of parameters."""
     total, local = count_total_and_local_params(self)
-    own, context = type(self).extra_repr(self), str(get_metadata(self).context)
+    own, context = type(self).extra_repr(self), str(get_sharding_metadata(self).context)
     line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
     return f"{own}\n{line}" if own else line
 
@@ -403,19 +403,19 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     Raises:
         ConfigError: if the model is not sharded.
     """
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     specs = get_shard_specs(model)
     stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
     def to_layer_pattern(path: str) -> str:
-        return _replace_layer_index(model, path, layers, stages)
+        return _replace_layer_index_and_record_count(model, path, layers, stages)
 
-    shapes = _get_sharded_param_shapes(model)
+    shapes = _format_sharded_param_shapes(model)
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
-        if stages is None or not stages.is_on_other_rank(r.path):
+        if stages is None or not stages.is_only_on_other_ranks(r.path):
             of_path = shapes.get(r.path, {}) if r.kind == "module" else {}
             for path, of_param in of_path.items():
                 rows[to_layer_pattern(path) or type(model).__name__, r.before, r.after, *of_param] += 1
@@ -445,7 +445,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     )
 
 
-def _get_sharded_param_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
+def _format_sharded_param_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
     """Return the full and local shape of each sharded parameter, grouped by module.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
@@ -479,7 +479,7 @@ def _format_title(model: nn.Module, metadata: ShardingMetadata, num_parameters: 
     )
 
 
-def _replace_layer_index(
+def _replace_layer_index_and_record_count(
     model: nn.Module, module_path: str, num_layers_by_stack: dict[str, int], stages: PipelineStages | None = None
 ) -> str:
     """Replace the layer index in a module path with ``*``, and record the number of these layers."""
@@ -493,7 +493,7 @@ def _replace_layer_index(
         if is_layer and ".".join(out) not in num_layers_by_stack:
             names = [".".join([*parts[:at], name]) for name in siblings]
             num_layers_by_stack[".".join(out)] = sum(
-                stages is None or not stages.is_on_other_rank(name) for name in names
+                stages is None or not stages.is_only_on_other_ranks(name) for name in names
             )
         module = getattr(module, part, None)
     return ".".join(out)

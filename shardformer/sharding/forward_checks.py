@@ -20,15 +20,18 @@ from torch.autograd import Function
 
 from shardformer.comm.collectives import all_gather_objects, copy_to_tp_region, once_differentiable
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
-from shardformer.consistency.ddp_and_fsdp_guards import check_not_in_ddp, install_wrapper_guards
-from shardformer.consistency.rank_divergence import check_same_batch, sync_random_state_and_check_ranks
+from shardformer.consistency.ddp_and_fsdp_guards import check_not_in_ddp, forbid_data_parallel_wrappers
+from shardformer.consistency.rank_divergence import (
+    check_ranks_received_same_batch,
+    sync_random_state_and_check_ranks_agree,
+)
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, named_sharded_parameters
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_sharding_metadata, named_sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.module_paths import get_attribute_by_path
+from shardformer.module_paths import get_attribute_by_path_or_none
 from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTPUTS_REASON
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
@@ -68,7 +71,7 @@ class KVCacheHeadSelector:
         """
         for cache in self._iter_kv_caches(inputs):
             if has_cached_tokens(cache) and LOCAL_HEADS not in vars(cache):
-                self._select_heads_in_cache(cache)
+                self._select_local_heads_in_cache(cache)
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled_caches(self, outputs: Sequence[Any]) -> None:
@@ -76,11 +79,11 @@ class KVCacheHeadSelector:
         for cache in self._iter_kv_caches(outputs):
             vars(cache)[LOCAL_HEADS] = True
 
-    def _iter_kv_caches(self, model_values: Sequence[Any]) -> Iterator[Any]:
+    def _iter_kv_caches(self, inputs_or_outputs: Sequence[Any]) -> Iterator[Any]:
         if self._layers:
-            yield from (cache for cache in find_kv_caches(model_values) if hasattr(cache, "__dict__"))
+            yield from (cache for cache in find_kv_caches(inputs_or_outputs) if hasattr(cache, "__dict__"))
 
-    def _select_heads_in_cache(self, kv_cache: Any) -> None:
+    def _select_local_heads_in_cache(self, kv_cache: Any) -> None:
         found = getattr(kv_cache, "layers", None)
         if found is None or hasattr(kv_cache, "self_attention_cache"):
             raise self._make_unsupported_cache_error(
@@ -149,9 +152,9 @@ class ModelStructureSnapshot:
         if self._get_module_fingerprints() == self._marks:
             return
         self._check_parameters_unchanged(model)
-        _check_shard_shapes(model)
+        _check_shard_shapes_unchanged(model)
         self._check_no_user_hooks(model)
-        self._check_forwards_unchanged(model)
+        self._check_forward_methods_unchanged(model)
         self._modules = list(model.modules())
         self._marks = self._get_module_fingerprints()
 
@@ -163,7 +166,7 @@ class ModelStructureSnapshot:
                 *[p.shape for p in module._parameters.values() if p is not None],
                 *map(len, _get_hook_tables(module)),
                 id(type(module)),
-                _get_instance_forward_id(module) if "forward" in vars(module) else 0,
+                _get_user_assigned_forward_id(module) if "forward" in vars(module) else 0,
             )
             for module in self._modules
         ]
@@ -186,7 +189,7 @@ class ModelStructureSnapshot:
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
         for path, part in self._local_modules.items():
-            module = get_attribute_by_path(model, path)
+            module = get_attribute_by_path_or_none(model, path)
             tables = [getattr(module, table) for table in part.hook_tables] if isinstance(module, nn.Module) else []
             for hook in chain.from_iterable(table.values() for table in tables):
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
@@ -198,12 +201,12 @@ class ModelStructureSnapshot:
                         ),
                     )
 
-    def _check_forwards_unchanged(self, model: nn.Module) -> None:
+    def _check_forward_methods_unchanged(self, model: nn.Module) -> None:
         before = {id(m): marks[-2:] for m, marks in zip(self._modules, self._marks, strict=False)}
         for path, module in model.named_modules():
             if path not in self._local_modules and not isinstance(module, ParallelModule):
                 continue
-            now = (id(type(module)), _get_instance_forward_id(module))
+            now = (id(type(module)), _get_user_assigned_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
                     f"The forward method of {path} ({type(module).__name__}) was replaced after the model was sharded.",
@@ -266,9 +269,9 @@ def _iter_local_modules_in_block(model: nn.Module, block: BlockDescription) -> I
             yield ModuleWithLocalActivations(path, why)
 
 
-def _check_shard_shapes(model: nn.Module) -> None:
+def _check_shard_shapes_unchanged(model: nn.Module) -> None:
     """Raise ConfigError if an assignment to ``param.data`` has changed the shape of a shard."""
-    coords = get_metadata(model).coords
+    coords = get_sharding_metadata(model).coords
     for name, param, spec in named_sharded_parameters(model):
         part = spec.get_local_shape(coords)
         if tuple(param.shape) != part:
@@ -284,11 +287,11 @@ def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
-def _count_leaf_names_and_ids(param_ids: dict[str, int]) -> Counter[tuple[str, int]]:
-    return Counter((name.rpartition(".")[2], p) for name, p in param_ids.items())
+def _count_leaf_names_and_ids(param_id_by_name: dict[str, int]) -> Counter[tuple[str, int]]:
+    return Counter((name.rpartition(".")[2], p) for name, p in param_id_by_name.items())
 
 
-def _get_instance_forward_id(module: nn.Module) -> int:
+def _get_user_assigned_forward_id(module: nn.Module) -> int:
     """Return the id of a ``forward`` method that the user assigned to a module instance, or 0."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
@@ -308,7 +311,7 @@ TOLERANCE = 1e-3
 """Allowed difference between the ranks' sums of a gradient, relative to the sum of its absolute values."""
 
 
-class _CompareInputGradients(Function):
+class _CompareInputGradientsAcrossRanks(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, input_name: str, axis: Axis) -> Tensor:
         ctx.name, ctx.axis = input_name, axis
@@ -344,7 +347,7 @@ def wrap_inputs_to_compare_grads(args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     def attach_comparison(key_path: tuple[Any, ...], tensor: Any) -> Any:
         return (
-            _CompareInputGradients.apply(tensor, keystr(key_path[1:]).strip("[]'"), axis)
+            _CompareInputGradientsAcrossRanks.apply(tensor, keystr(key_path[1:]).strip("[]'"), axis)
             if requires_gradient(tensor)
             else tensor
         )
@@ -352,7 +355,7 @@ def wrap_inputs_to_compare_grads(args: tuple[Any, ...], kwargs: dict[str, Any], 
     return tree_map_with_path(attach_comparison, (args, kwargs))
 
 
-class ForwardChecks:
+class ForwardCheckHooks:
     """Forward hooks that check the structure of a sharded model and the inputs of each forward pass.
 
     Before a forward pass they reset regions after an error, attach gradient reducers and check the structure, caches
@@ -380,12 +383,12 @@ class ForwardChecks:
         )
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
-        self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._run_checks)
+        self._eager: Callable[..., None] = torch.compiler.disable(ForwardCheckHooks._run_checks)
         self._compared = not metadata.request.extra.get("check_inputs", True) or metadata.same_batch_axis.size == 1
         register_forward_hooks(model, HookOrder.CHECKS, self._forward_pre_hook, with_kwargs=True)
         register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, forward_hook=self._forward_hook)
         if any(axis.size > 1 for axis in metadata.context.axes.values()):
-            install_wrapper_guards(model, metadata.context)
+            forbid_data_parallel_wrappers(model, metadata.context)
         metadata.check_call, metadata.on_adapted = self._check_arguments, self._structure.update_snapshot
 
     def _forward_pre_hook(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -408,11 +411,11 @@ class ForwardChecks:
         self._structure.check_unchanged(model)
         if not self._compared:
             self._compared = True
-            check_same_batch([*args, *kwargs.values()], self._state.same_batch_axis)
+            check_ranks_received_same_batch([*args, *kwargs.values()], self._state.same_batch_axis)
         if self._state.monitor is not None:
             self._state.monitor.training = model.training
         if self._should_sync_random_state(model, kwargs):
-            sync_random_state_and_check_ranks(self._state, [*args, *kwargs.values()])
+            sync_random_state_and_check_ranks_agree(self._state, [*args, *kwargs.values()])
 
     def _forward_hook(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardformer.random_state import derive_local_seed, get_torch_generators
+from shardformer.random_state import derive_rank_seed, get_torch_generators
 from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, tolist_or_ones
 
 Compiler = Callable[[Any, Sequence[Any]], Any]
@@ -87,7 +87,7 @@ def _derive_local_rng_state(state: Tensor, rank: int, device: str) -> tuple[Tens
         seed = int(tolist_or_ones(torch.randint(2**62, (), device="cpu")))
         after = get_joint_rng_state(where)
         for generator in get_torch_generators(where):
-            generator.manual_seed(derive_local_seed(seed, rank))
+            generator.manual_seed(derive_rank_seed(seed, rank))
         return get_joint_rng_state(where), after
 
 
@@ -98,7 +98,7 @@ torch.library.register_fake(
 
 
 @cache
-def make_functional_random_op(op: Any) -> Any:
+def make_random_op_with_explicit_state(op: Any) -> Any:
     """Return a version of a random operator that takes the random state as an argument and returns the new state.
 
     The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
@@ -154,15 +154,17 @@ class _RngStateDispatchMode(TorchDispatchMode):
         elif func is SWAP and self._outer:
             self.state, self._outer[-1] = self._outer[-1], self.state
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            return self._run_random_op(func, args, kwargs)
+            return self._run_random_op_with_state(func, args, kwargs)
         elif func not in (LEAVE, SWAP):
             return func(*args, **kwargs)
         return None
 
-    def _run_random_op(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_random_op_with_state(
+        self, random_op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         self.draws = True
-        *out, self.state = make_functional_random_op(func)(self.state, self._device, *args, **kwargs)
-        arguments = schema_of(func).arguments
+        *out, self.state = make_random_op_with_explicit_state(random_op)(self.state, self._device, *args, **kwargs)
+        arguments = schema_of(random_op).arguments
         for x, argument in zip(args, arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 return x.copy_(out[0])

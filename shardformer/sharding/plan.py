@@ -13,14 +13,14 @@ from torch import nn
 from shardformer.errors import ConfigError, PolicyError, suggest_similar_names
 from shardformer.layout.shard_spec import Split
 from shardformer.module_paths import (
-    get_attribute_by_path,
+    get_attribute_by_path_or_none,
     get_parent_and_attribute_name,
     get_submodule_or_none,
     get_submodule_or_raise,
-    is_linear,
+    is_linear_or_conv1d,
     join_path,
 )
-from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
+from shardformer.pipeline.layer_sequence import LayerStackDescription, SequenceParallelHints
 from shardformer.pipeline.stage_forward import ParameterPlaceholders
 from shardformer.policies.module_descriptions import (
     BlockDescription,
@@ -29,7 +29,7 @@ from shardformer.policies.module_descriptions import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import check_no_missing_roles, get_checked_descriptions
+from shardformer.policies.role_policy import check_no_missing_roles, get_checked_module_descriptions
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ShardingPlan:
     """
 
     model: nn.Module
-    stacks: list[StackDescription]
+    stacks: list[LayerStackDescription]
     replacements: dict[str, SubModuleReplacementDescription] = field(default_factory=dict)
     parameters: dict[str, dict[int, Split]] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,9 @@ class ShardingPlan:
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {
-            id(get_attribute_by_path(self.model, name)): name for name, splits in self.parameters.items() if splits
+            id(get_attribute_by_path_or_none(self.model, name)): name
+            for name, splits in self.parameters.items()
+            if splits
         }
 
     def restrict_to_local_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
@@ -93,14 +95,14 @@ class ShardingPlan:
             per_token_args=[(path, name) for path, name in self.per_token_args if is_on_local_stage(path)],
         )
 
-    def get_fingerprint_lines(self) -> list[str]:
+    def get_lines_to_compare_across_ranks(self) -> list[str]:
         """Describe the plan as lines of text, so that ranks can check that their plans are identical."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            target = f"{get_display_name(sub.target_module)} {_format_without_addresses(kwargs)}"
+            target = f"{get_display_name(sub.target_module)} {_format_without_object_addresses(kwargs)}"
             out.append(f"{path}: {type(module).__name__} {shapes} -> {target}")
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # only the names of attributes: their values differ between ranks with different numbers of heads
@@ -109,11 +111,11 @@ class ShardingPlan:
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
-def make_sharding_plan(model: nn.Module, policy: Policy, *, apply_rules: bool = True) -> ShardingPlan:
+def make_sharding_plan(model: nn.Module, policy: Policy, *, apply_sharding_rules: bool = True) -> ShardingPlan:
     """Create the plan that shards a model according to the rules of a policy.
 
     Args:
-        apply_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
+        apply_sharding_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
 
     Raises:
         PolicyError: if a rule matches nothing, a submodule or attribute does not exist, two rules match one module,
@@ -121,34 +123,34 @@ def make_sharding_plan(model: nn.Module, policy: Policy, *, apply_rules: bool = 
     """
     plan = ShardingPlan(model, policy.stacks())
     for path, module, description in _iter_matching_modules(
-        model, get_checked_descriptions(policy) if apply_rules else {}
+        model, get_checked_module_descriptions(policy) if apply_sharding_rules else {}
     ):
         for sub in description.sub_module_replacement or []:
-            _add_replacement(plan, path, module, sub)
+            _add_module_replacement(plan, path, module, sub)
         _add_sharded_parameters(plan, path, module, description.parameters or {})
         for block in description.blocks or []:
-            _add_block(plan, path, module, block)
+            _add_tensor_parallel_block(plan, path, module, block)
         _add_attribute_changes(plan, path, module, description, policy.axis.size)
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
-                get_submodule_or_raise(model, needed, hint="")
-    if not apply_rules:
+                get_submodule_or_raise(model, needed, error_hint="")
+    if not apply_sharding_rules:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
-        plan.full_sequence_modules.extend(_iter_full_sequence_modules(plan))
+        plan.full_sequence_modules.extend(_iter_full_sequence_module_paths(plan))
         plan.token_free_modules.extend(_iter_sequence_hint_paths(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_iter_per_token_args(plan))
-    _check_tied_weights(plan)
+    _check_tied_weights_are_all_sharded(plan)
     matched = {
         *plan.get_sharded_param_names_by_id(),
-        *(id(get_attribute_by_path(plan.model, name)) for name in plan.parameters),
+        *(id(get_attribute_by_path_or_none(plan.model, name)) for name in plan.parameters),
     }
     check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
 
-def _iter_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
+def _iter_full_sequence_module_paths(plan: ShardingPlan) -> Iterator[str]:
     around = dict.fromkeys(_iter_sequence_hint_paths(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
@@ -176,7 +178,7 @@ def _iter_sequence_hint_paths(
                     yield join_path(stack.layers, index, name)
 
 
-def _add_replacement(
+def _add_module_replacement(
     plan: ShardingPlan, module_path: str, module: nn.Module, replacement: SubModuleReplacementDescription
 ) -> None:
     path = join_path(module_path, replacement.suffix)
@@ -210,7 +212,7 @@ def _add_replacement(
             replacement.kwargs or {},
         ):
             first, second = (
-                f"{get_display_name(rule.target_module)} (kwargs={_format_without_addresses(rule.kwargs or {})})"
+                f"{get_display_name(rule.target_module)} (kwargs={_format_without_object_addresses(rule.kwargs or {})})"
                 for rule in (known, replacement)
             )
             raise PolicyError(
@@ -221,9 +223,9 @@ def _add_replacement(
 
 
 def _add_sharded_parameters(
-    plan: ShardingPlan, module_path: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]
+    plan: ShardingPlan, module_path: str, module: nn.Module, splits_by_param_path: Mapping[str, dict[int, Split]]
 ) -> None:
-    for inner, splits in parameters.items():
+    for inner, splits in splits_by_param_path.items():
         owner_path, _, name = inner.rpartition(".")
         owner, path = get_submodule_or_none(module, owner_path), join_path(module_path, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
@@ -246,7 +248,9 @@ def _add_sharded_parameters(
         plan.parameters[path] = splits
 
 
-def _add_block(plan: ShardingPlan, module_path: str, module: nn.Module, block: BlockDescription) -> None:
+def _add_tensor_parallel_block(
+    plan: ShardingPlan, module_path: str, module: nn.Module, block: BlockDescription
+) -> None:
     for suffix in (*block.columns, *block.cross_columns, block.row):
         get_submodule_or_raise(module, suffix, module_path, "")
     entry, block = get_submodule_or_raise(module, block.entry, module_path, ""), block.with_path_prefix(module_path)
@@ -271,7 +275,7 @@ def _add_attribute_changes(
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")
-        if (owner := get_attribute_by_path(module, owner_path)) is None or not hasattr(owner, attribute):
+        if (owner := get_attribute_by_path_or_none(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             wrong = attribute if owner is not None else owner_path
             near = suggest_similar_names(wrong, [n for n in known if n[:1] != "_"])
@@ -298,7 +302,7 @@ def _add_attribute_changes(
 
 
 def _check_attribute_divisible(
-    attr_name: str, old_value: Any, new_value: Any, tp_size: int, even_submodules: Sequence[str]
+    attr_name: str, old_value: Any, new_value: Any, tp_size: int, evenly_split_submodules: Sequence[str]
 ) -> None:
     """Raise ConfigError if a count such as num_heads is not divisible by the tensor-parallel size."""
     if (
@@ -306,7 +310,7 @@ def _check_attribute_divisible(
         and type(new_value) is int
         and old_value % tp_size
         and new_value == old_value // tp_size
-        and even_submodules
+        and evenly_split_submodules
     ):
         fits = ", ".join(str(n) for n in range(1, old_value + 1) if old_value % n == 0)
         raise ConfigError(
@@ -320,7 +324,7 @@ def _iter_matching_modules(
 ) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
     modules = list(model.named_modules())
     for key, description in descriptions.items():
-        found = [(path, m, description) for path, m in modules if _is_match(key, path, m)]
+        found = [(path, m, description) for path, m in modules if _matches_key(key, path, m)]
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             key_name = get_display_name(key)
@@ -332,7 +336,7 @@ def _iter_matching_modules(
         yield from found
 
 
-def _is_match(module_key: ModuleKey, module_path: str, module: nn.Module) -> bool:
+def _matches_key(module_key: ModuleKey, module_path: str, module: nn.Module) -> bool:
     if isinstance(module_key, type):
         return type(module) is module_key
     if module_key == module_path or module_key in (
@@ -345,7 +349,7 @@ def _is_match(module_key: ModuleKey, module_path: str, module: nn.Module) -> boo
     )
 
 
-def _check_tied_weights(plan: ShardingPlan) -> None:
+def _check_tied_weights_are_all_sharded(plan: ShardingPlan) -> None:
     """Raise PolicyError if a module that is not sharded uses a weight that is tied to a sharded weight.
 
     A linear layer or embedding reads its own parameters. Any other module reads those that its forward pass names.
@@ -358,7 +362,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
         for owner, name in (get_parent_and_attribute_name(plan.model, path) for path in plan.parameters)
     }
     for path, module in plan.model.named_modules():
-        reads_all = is_linear(module) or isinstance(module, nn.Embedding)
+        reads_all = is_linear_or_conv1d(module) or isinstance(module, nn.Embedding)
         for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():
             if (
                 id(p) not in sharded
@@ -389,20 +393,27 @@ def _is_attribute_read_in_forward(module_cls: type[nn.Module], attr_name: str) -
     return False
 
 
-def get_display_name(key: Any) -> str:
-    return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
+def get_display_name(named_object: Any) -> str:
+    return (
+        named_object
+        if isinstance(named_object, str)
+        else getattr(named_object, "__name__", type(named_object).__name__)
+    )
 
 
-def _format_without_addresses(value: Any) -> str:
+def _format_without_object_addresses(value: Any) -> str:
     """Format a value without object addresses, so that the text is identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):
         return (
             "{"
-            + ", ".join(f"{_format_without_addresses(k)}: {_format_without_addresses(v)}" for k, v in value.items())
+            + ", ".join(
+                f"{_format_without_object_addresses(k)}: {_format_without_object_addresses(v)}"
+                for k, v in value.items()
+            )
             + "}"
         )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_format_without_addresses, value)) + "]"
+        return "[" + ", ".join(map(_format_without_object_addresses, value)) + "]"
     return get_display_name(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.kernels.fused_ops import FusedLayerNorm as FusedLayerNorm
@@ -24,4 +24,4 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

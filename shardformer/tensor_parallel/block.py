@@ -47,10 +47,10 @@ from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import (
     SEQUENCE,
     ColumnParallelLinear,
-    ReplicatedRegion,
+    ReplicatedInputRegion,
     SequenceShardedRegion,
     TpRegion,
-    cache_gathered_input,
+    cache_full_input,
     compute_column_linears,
     prepare_extra_block_input,
 )
@@ -59,7 +59,7 @@ from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
     get_autograd_function_class,
-    has_data,
+    has_real_data,
     tree_leaves,
 )
 
@@ -76,7 +76,7 @@ class LocalHeadWidthTensor(Tensor):
 
     @staticmethod
     def from_tensor(tensor: Tensor, block: TensorParallelBlock) -> LocalHeadWidthTensor:
-        if not has_data(tensor):
+        if not has_real_data(tensor):
             raise ConfigError(
                 "This model does not support fake tensors: the size of its attention heads depends on an input.",
                 remedy="Run it with real tensors, for example with shardformer.local_ranks.threads.run_as_threads.",
@@ -159,13 +159,13 @@ class TensorParallelBlock:
 
     @property
     def region(self) -> TpRegion:
-        """Collectives that the block uses in this forward pass. A ``ReplicatedRegion`` if it has no input."""
-        return self._region or ReplicatedRegion(self.axis)
+        """Collectives that the block uses in this forward pass. A ``ReplicatedInputRegion`` if it has no input."""
+        return self._region or ReplicatedInputRegion(self.axis)
 
     def enter_block(self, hidden_states: Tensor, training: bool) -> Tensor:
         """Convert this rank's activations into the full input (B, S, H) of the block. Communicates as ``region``."""
         if torch.compiler.is_compiling():
-            return self._enter_compiled(hidden_states, training)
+            return self._enter_compiled_block(hidden_states, training)
         self._outputs, self._shared_input = {}, None
         if isinstance(hidden_states, DeferredTensor):
             hidden_states = hidden_states.full_tensor()
@@ -188,7 +188,7 @@ class TensorParallelBlock:
             self._random.enter_local_rng_state(hidden_states)
         return entered
 
-    def _enter_compiled(self, hidden_states: Tensor, training: bool) -> Tensor:
+    def _enter_compiled_block(self, hidden_states: Tensor, training: bool) -> Tensor:
         """Return the full input of a tensor-parallel block that is compiled with torch.compile.
 
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
@@ -213,12 +213,12 @@ class TensorParallelBlock:
             self._block_input if hidden_states is self._local_input and self._block_input is not None else hidden_states
         )
 
-    def register_entry_hooks(self, module: nn.Module, *, contains_exit_layer: bool = False) -> None:
-        """Make the first tensor argument of ``module`` the input of the block."""
-        self._entry_class_name = type(module).__name__
-        self._is_watched = contains_exit_layer
-        after = self.check_no_residual_hook if contains_exit_layer else None
-        register_forward_hooks(module, HookOrder.BLOCK, self._entry_forward_pre_hook, after, with_kwargs=True)
+    def register_entry_hooks(self, entry_module: nn.Module, *, contains_row_linear: bool = False) -> None:
+        """Make the first tensor argument of ``entry_module`` the input of the block."""
+        self._entry_class_name = type(entry_module).__name__
+        self._is_watched = contains_row_linear
+        after = self.residual_check_forward_hook if contains_row_linear else None
+        register_forward_hooks(entry_module, HookOrder.BLOCK, self._entry_forward_pre_hook, after, with_kwargs=True)
 
     def _entry_forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
         return map_first_tensor_arg(args, kwargs, lambda x: self.enter_block(x, module.training))
@@ -231,7 +231,7 @@ class TensorParallelBlock:
         if torch.compiler.is_compiling():
             return column_linear.multiply(self._get_full_input(hidden_states))
         if self._local_input is None and current_graph_task_id() < 0:  # a recomputation may begin inside
-            self._check_entry_was_called(column_linear)
+            self._check_entry_module_was_called(column_linear)
         if self._local_input is None or (
             hidden_states is not self._block_input and hidden_states is not self._local_input
         ):
@@ -247,7 +247,7 @@ class TensorParallelBlock:
             gathered_x = pending.cached_full_tensor if pending is not None and pending.is_pending else None
             full_x, outputs = self._compute_all_column_outputs(gathered_x)
             if pending is not None and full_x is not None:
-                cache_gathered_input(pending, full_x)
+                cache_full_input(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column_linear))
 
@@ -271,7 +271,7 @@ class TensorParallelBlock:
         assert self._local_input is not None
         return compute_column_linears(self._local_input, self.region, self.columns, gathered_input)
 
-    def _check_entry_was_called(self, column_linear: ColumnParallelLinear) -> None:
+    def _check_entry_module_was_called(self, column_linear: ColumnParallelLinear) -> None:
         if any(c is column_linear for c in self.columns):
             raise PolicyError(
                 f"The model replaced its {self._entry_class_name} after it was sharded.",
@@ -293,7 +293,7 @@ class TensorParallelBlock:
         copy.columns = deepcopy(self.columns, memo)
         return copy
 
-    def check_no_residual_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def residual_check_forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Raise PolicyError if ``module`` adds its input to its output, as a residual connection does.
 
         This check runs after the first forward pass with gradients, if the entry module contains the exit. Every rank

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather, broadcast, gather_from_region, get_local_chunk, scatter_to_region
+from shardformer.comm.collectives import (
+    all_gather,
+    broadcast,
+    gather_from_parallel_region,
+    get_local_chunk,
+    scatter_to_parallel_region,
+)
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import InputError
 from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_hooks
@@ -17,11 +23,11 @@ from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRNGState
-from shardformer.tensor_parallel.grid_layers import GridRegion
-from shardformer.tensor_parallel.linear_communication import ReplicatedRegion, TpRegion, apply_with_custom_backward
+from shardformer.tensor_parallel.grid_layers import GridTensorParallelRegion
+from shardformer.tensor_parallel.linear_communication import ReplicatedInputRegion, TpRegion, apply_with_custom_backward
 from shardformer.tensor_parallel.sequence_parallel import (
     ActivationSharding,
-    GatherHook,
+    GatherActivationsHook,
     map_first_output,
     map_first_tensor_arg,
 )
@@ -55,9 +61,13 @@ class GridActivationSharding(ActivationSharding):
     def sequence_shard_axis(self) -> Axis | None:
         return self.grid.hidden
 
-    def select_tp_region(self, hidden_states: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
+    def select_tp_region(self, hidden_states: Tensor) -> TpRegion | GridTensorParallelRegion:  # type: ignore[override]  # a block uses only common methods
         self.restore_input_size_in_recompute(hidden_states)
-        return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
+        return (
+            GridTensorParallelRegion(self.grid, self.width, self.batch_dim)
+            if self._is_open
+            else ReplicatedInputRegion(self.axis)
+        )
 
     def restore_input_size_in_recompute(self, hidden_states: Tensor) -> None:
         """Restore the batch size when activation checkpointing recomputes a forward pass."""
@@ -67,7 +77,7 @@ class GridActivationSharding(ActivationSharding):
         if hidden_states.dim() > 2:
             self.samples = self.find_full_batch_size(hidden_states.shape[self.batch_dim]) or self.samples
 
-    def register_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
+    def register_layer_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
         register_forward_hooks(first_module, HookOrder.STACK, self._shard_input_pre_hook, with_kwargs=True)
         register_forward_hooks(last_module, HookOrder.STACK, forward_hook=self._gather_output_hook)
 
@@ -96,7 +106,7 @@ class GridActivationSharding(ActivationSharding):
 
         def pad_and_shard(tensor: Tensor) -> Tensor:
             return _shard_samples_and_features(
-                pad_with_last_slice(tensor, -samples % grid.batch_divisor, dim), grid, dim
+                pad_with_last_slice(tensor, -samples % grid.batch_size_divisor, dim), grid, dim
             )
 
         return apply_with_custom_backward(
@@ -117,7 +127,7 @@ class GridActivationSharding(ActivationSharding):
         grid, dim, width = self.grid, self.batch_dim, self.width
 
         def pad_and_shard(grad: Tensor) -> Tensor:
-            if padding := -samples % grid.batch_divisor:
+            if padding := -samples % grid.batch_size_divisor:
                 shape = [padding if d == dim else n for d, n in enumerate(grad.shape)]
                 grad = torch.cat((grad, grad.new_zeros(shape)), dim)
             return _shard_samples_and_features(grad, grid, dim)
@@ -130,16 +140,16 @@ class GridActivationSharding(ActivationSharding):
         """Register hooks that gather the full hidden dim for ``module``. Forward and backward: one all-gather each."""
         return GatherHiddenFeaturesHook(self, module, has_random_ops)
 
-    def shard_samples(self, tensor: Tensor, dim: int, num_local_samples: int) -> Tensor:
+    def select_local_samples(self, tensor: Tensor, dim: int, num_local_samples: int) -> Tensor:
         """Return this rank's samples of the tensor, which has one or more entries per sample along ``dim``."""
         batch = self.find_full_batch_size(num_local_samples)
         if batch is None or tensor.shape[dim] % batch:
             return tensor
         by_sample = tensor.unflatten(dim, (batch, -1))
         core = self.grid.core
-        local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.batch_divisor, dim).chunk(core.size, dim)[
-            core.rank
-        ]
+        local: Tensor = pad_with_last_slice(by_sample, -batch % self.grid.batch_size_divisor, dim).chunk(
+            core.size, dim
+        )[core.rank]
         return local.flatten(dim, dim + 1)
 
     def find_full_batch_size(self, num_local_samples: int) -> int | None:
@@ -154,7 +164,7 @@ class GridActivationSharding(ActivationSharding):
 
     def get_num_local_samples(self, batch_size: int) -> int:
         """Return how many samples of a batch each rank stores between blocks, including padding."""
-        return -(-batch_size // self.grid.batch_divisor) * self.grid.batch_divisor // self.grid.batch.size
+        return -(-batch_size // self.grid.batch_size_divisor) * self.grid.batch_size_divisor // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridActivationSharding:
         memo[id(self)] = copy = GridActivationSharding(self.layout, self.grid, has_random_ops=self._random.is_enabled)
@@ -162,7 +172,7 @@ class GridActivationSharding(ActivationSharding):
         return copy
 
 
-class GatherHiddenFeaturesHook(GatherHook):
+class GatherHiddenFeaturesHook(GatherActivationsHook):
     """Hooks that gather all hidden features before a module, such as a router, and shard its output again."""
 
     def __init__(self, activation_sharding: GridActivationSharding, module: nn.Module, has_random_ops: bool) -> None:
@@ -172,7 +182,7 @@ class GatherHiddenFeaturesHook(GatherHook):
             module, HookOrder.FULL_FEATURES, self._forward_pre_hook, self._forward_hook, with_kwargs=True
         )
 
-    def _make_hidden_split(self) -> Split:
+    def _make_hidden_dim_split(self) -> Split:
         return Split.even(self._stream.width, self._axis.size)
 
     def _forward_pre_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs | None:
@@ -181,7 +191,7 @@ class GatherHiddenFeaturesHook(GatherHook):
             if not self._stream.is_sharded:
                 return hidden_states
             self._random.enter_local_rng_state(hidden_states, module.training)
-            return gather_from_region(hidden_states, self._axis, -1, self._make_hidden_split())
+            return gather_from_parallel_region(hidden_states, self._axis, -1, self._make_hidden_dim_split())
 
         return map_first_tensor_arg(args, kwargs, gather_features)
 
@@ -189,7 +199,9 @@ class GatherHiddenFeaturesHook(GatherHook):
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return map_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._make_hidden_split()))
+        return map_first_output(
+            output, lambda x: scatter_to_parallel_region(x, self._axis, -1, self._make_hidden_dim_split())
+        )
 
 
 def pad_with_last_slice(tensor: Tensor, num_copies: int, dim: int = 0) -> Tensor:

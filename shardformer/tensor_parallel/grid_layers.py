@@ -26,7 +26,7 @@ from shardformer.comm.collectives import (
     PendingCollective,
     all_gather,
     all_reduce,
-    gather_from_region,
+    gather_from_parallel_region,
     gather_from_sp_region,
     get_local_chunk,
     once_differentiable,
@@ -65,7 +65,7 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 
 @dataclass(frozen=True)
-class GridRegion:
+class GridTensorParallelRegion:
     """Collectives at the input and the output of a block in 2D, 2.5D or 3D tensor parallelism."""
 
     grid: TensorGrid
@@ -81,7 +81,7 @@ class GridRegion:
         """Number of hidden features in one depth layer of a 3D grid, or the full hidden size in 2D and 2.5D."""
         return get_even_shard_length(self.hidden_size, self.grid.contraction)
 
-    def get_num_block_samples(self, hidden_states: Tensor) -> int:
+    def get_num_local_samples_in_block(self, hidden_states: Tensor) -> int:
         """Return how many samples this rank has inside a block that receives the activations."""
         return hidden_states.shape[self._get_sample_dim(hidden_states)] * self.grid.batch.size // self.grid.core.size
 
@@ -99,7 +99,7 @@ class GridRegion:
         dim = self._get_sample_dim(hidden_states)
         shape = (
             *hidden_states.shape[:dim],
-            self.get_num_block_samples(hidden_states),
+            self.get_num_local_samples_in_block(hidden_states),
             *hidden_states.shape[dim + 1 : -1],
             self.hidden_size,
         )
@@ -193,7 +193,7 @@ class GridRegion:
 
 def compute_grid_column_linears(
     hidden_states: Tensor,
-    region: GridRegion,
+    region: GridTensorParallelRegion,
     column_linears: Sequence[ColumnParallelLinear],
     gathered_input: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -224,7 +224,7 @@ class _GridColumnParallelLinears(Function):
         ctx: Any,
         hidden_states: Tensor,
         gathered_input: Tensor | None,
-        region: GridRegion,
+        region: GridTensorParallelRegion,
         transposed: list[bool],
         *weights_and_biases: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -288,7 +288,9 @@ class GridRowParallelMatmul(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, transposed: bool, region: GridRegion) -> Tensor:
+    def forward(
+        ctx: Any, hidden_states: Tensor, weight: Tensor, transposed: bool, region: GridTensorParallelRegion
+    ) -> Tensor:
         ctx.save_for_backward(hidden_states, weight)
         ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
         arriving = region.start_weight_all_gather(weight, 1 - get_weight_hidden_dim(transposed))
@@ -324,7 +326,7 @@ def get_weight_hidden_dim(transposed: bool) -> int:
 
 
 def _start_weight_all_gathers(
-    region: GridRegion, weights: Sequence[Tensor | None], transposed_flags: Sequence[bool]
+    region: GridTensorParallelRegion, weights: Sequence[Tensor | None], transposed_flags: Sequence[bool]
 ) -> list[PendingCollective]:
     return [
         region.start_weight_all_gather(w, get_weight_hidden_dim(t))
@@ -339,7 +341,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
     def _compute_all_column_outputs(self, gathered_input: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         region = self.region
         assert self._local_input is not None and self._block_input is not None
-        if isinstance(region, GridRegion):
+        if isinstance(region, GridTensorParallelRegion):
             return compute_grid_column_linears(self._local_input, region, self.columns, gathered_input)
         return None, [column.multiply(self._block_input) for column in self.columns]
 
@@ -348,7 +350,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
         reads_input = self._local_input is not None and (
             hidden_states is self._local_input or hidden_states is self._block_input
         )
-        if not torch.compiler.is_compiling() or not isinstance(region, GridRegion) or not reads_input:
+        if not torch.compiler.is_compiling() or not isinstance(region, GridTensorParallelRegion) or not reads_input:
             return super().compute_column_output(column_linear, hidden_states)
         if self._shared_input is None:
             assert self._local_input is not None
@@ -371,7 +373,7 @@ class GridParallelModule(ParallelModule):
         return self.grid.coords
 
 
-def get_hidden_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
+def get_hidden_dim_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
     """Return how the hidden dim of a weight is split over a tensor grid: over depth (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
     if hidden_size < size:
@@ -412,7 +414,7 @@ class GridLinear_Col(_GridLinearMixin, Linear1D_Col):
     def _make_weight_and_bias_specs(self, weight_shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim = get_weight_hidden_dim(self.transposed)
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
-        splits[dim] = get_hidden_splits(self.in_features, self.grid)
+        splits[dim] = get_hidden_dim_splits(self.in_features, self.grid)
         return ShardSpec(weight_shape, splits), ShardSpec((self.out_features,), {0: self.split})
 
     def multiply(self, hidden_states: Tensor) -> Tensor:
@@ -429,17 +431,17 @@ class GridLinear_Row(_GridLinearMixin, Linear1D_Row):
     def _make_weight_and_bias_specs(self, weight_shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim, grid = 1 - get_weight_hidden_dim(self.transposed), self.grid
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
-        splits[dim] = get_hidden_splits(self.out_features, grid)
+        splits[dim] = get_hidden_dim_splits(self.out_features, grid)
         bias_split = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(weight_shape, splits), ShardSpec((self.out_features,), {0: bias_split})
 
     def _get_num_output_features(self, region: TpRegion) -> int:
-        if not isinstance(region, GridRegion):
+        if not isinstance(region, GridTensorParallelRegion):
             return self.out_features
         return get_even_shard_length(self.out_features, self.grid.hidden)
 
     def _row_parallel_matmul(self, hidden_states: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        if isinstance(region, GridRegion):
+        if isinstance(region, GridTensorParallelRegion):
             if torch.compiler.is_compiling():
                 return region.row_parallel_matmul(hidden_states, weight, self.transposed)
             y: Tensor = GridRowParallelMatmul.apply(hidden_states, weight, self.transposed, region)
@@ -451,7 +453,7 @@ class GridLinear_Row(_GridLinearMixin, Linear1D_Row):
         if self.bias is None or output.shape[-1] != self.out_features:
             return self.bias
         split = Split.even(self.out_features, self.grid.hidden.size, axes=(self.grid.hidden.name,))
-        return gather_from_region(self.bias, self.grid.hidden, 0, split)
+        return gather_from_parallel_region(self.bias, self.grid.hidden, 0, split)
 
 
 def all_gather_weight(weight: Tensor, grid: TensorGrid, hidden_dim: int, hidden_size: int) -> Tensor:
@@ -511,7 +513,7 @@ class GridNorm(ShardedNorm):
             local_params = (self._parameters["weight"], self._parameters.get("bias"))
             return sharded_layer_norm(hidden_states, *local_params, self.axis, self.full, self.eps)
         params = (self._parameters.get(name) for name in ("weight", "bias"))
-        weight, bias = (None if p is None else gather_from_region(p, self.axis, 0, self.split) for p in params)
+        weight, bias = (None if p is None else gather_from_parallel_region(p, self.axis, 0, self.split) for p in params)
         if self.kind != "layer":
             return rms_norm(self.kind, hidden_states, weight, self.eps)
         return nn.functional.layer_norm(hidden_states, (self.full,), weight, bias, self.eps)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from shardformer.comm.collectives import (
     copy_to_tp_region,
-    gather_from_region,
+    gather_from_parallel_region,
     reduce_from_tp_region,
-    scatter_to_region,
+    scatter_to_parallel_region,
 )
 from shardformer.comm.deferred_tensor import resolve_deferred_tensors
 from shardformer.errors import ConfigError, InputError
@@ -24,12 +24,12 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, make_fused_norm, rms_n
 from shardformer.layout.packed_weights import is_4bit_linear
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import has_transposed_weight, is_linear
+from shardformer.module_paths import has_transposed_weight, is_linear_or_conv1d
 from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.linear_communication import (
     ReducePartialOutputs,
-    ReplicatedRegion,
+    ReplicatedInputRegion,
     RowParallelMatmul,
     TpRegion,
     compute_single_column_linear,
@@ -40,15 +40,15 @@ from shardformer.tensor_parallel.linear_communication import (
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
     ParallelModule,
+    check_behaves_like_plain_module,
     check_dim_is_shardable,
-    check_plain_class,
     measure_embedding_scale,
     move_hooks,
     select_matmul_dtype,
 )
-from shardformer.tensor_parallel.quantized_linear import make_meta_linear, store_quantized_shard
-from shardformer.tensor_parallel.vocab_parallel_logits import wrap_local_logits
-from shardformer.torch_compat import assert_async, has_data
+from shardformer.tensor_parallel.quantized_linear import make_meta_linear_like, store_quantized_shard
+from shardformer.tensor_parallel.vocab_parallel_logits import wrap_local_logits_as_full_logits
+from shardformer.torch_compat import assert_async, has_real_data
 
 # B batch, S sequence, H in features, F out features; lower case: local shard (h = H / tensor, f = F / tensor)
 
@@ -103,17 +103,17 @@ class _ParallelLinear(ParallelModule):
         Raises ConfigError for other classes, and for a 4-bit weight whose shards would divide its blocks.
         """
         if is_4bit_linear(module):
-            plain = make_meta_linear(module)
+            plain = make_meta_linear_like(module)
             new = cls(plain.in_features, plain.out_features, process_group=process_group, native=plain, **kwargs)
             (kwargs.get("shared") or {}).pop(id(plain.weight), None)  # its id is used again
             store_quantized_shard(new, module, new.coords)
             return new
-        if not is_linear(module):
+        if not is_linear_or_conv1d(module):
             raise ConfigError(
                 f"{cls.__name__} can only replace a linear layer, but got a {type(module).__name__}.",
                 remedy="In the policy, name the linear layer itself, not the module that contains it.",
             )
-        check_plain_class(module, nn.Linear)
+        check_behaves_like_plain_module(module, nn.Linear)
         weight = module.weight
         assert isinstance(weight, Tensor)
         in_features, out_features = weight.shape if has_transposed_weight(module) else weight.shape[::-1]
@@ -198,9 +198,9 @@ class Linear1D_Col(_ParallelLinear):
             output = output.unflatten(-1, (-1, width))[..., list(indices), :].flatten(-2)
         bias: Tensor | None = self.bias
         if self.gather_output:
-            output = gather_from_region(output, self.axis, -1, self.split, "gather")
+            output = gather_from_parallel_region(output, self.axis, -1, self.split, "gather")
             if self.skip_bias_add and bias is not None:
-                bias = gather_from_region(bias, self.axis, 0, self.split, "gather")
+                bias = gather_from_parallel_region(bias, self.axis, 0, self.split, "gather")
         return (output, bias) if self.skip_bias_add else output
 
 
@@ -273,7 +273,7 @@ class Linear1D_Row(_ParallelLinear):
         weight: Tensor = self.weight
         if (dtype := select_matmul_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        return self._reduce_and_close_block(lambda region: self._reduce_product_or_defer(x, weight, region))
+        return self._reduce_output_and_exit_block(lambda region: self._reduce_matmul_or_defer(x, weight, region))
 
     def prepare_adapter_input(self, hidden_states: Tensor) -> Tensor:
         """Return the local input features for this layer and its PEFT adapters."""
@@ -282,10 +282,10 @@ class Linear1D_Row(_ParallelLinear):
 
     def finalize_adapter_output(self, partial_output: Tensor) -> Any:
         """Sum the partial outputs of all ranks, and return the output of this layer."""
-        return self._reduce_and_close_block(lambda region: self._reduce_partial_output(partial_output, region))
+        return self._reduce_output_and_exit_block(lambda region: self._reduce_partial_output(partial_output, region))
 
-    def _reduce_and_close_block(self, reduce_fn: Callable[[TpRegion], Tensor]) -> Any:
-        region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
+    def _reduce_output_and_exit_block(self, reduce_fn: Callable[[TpRegion], Tensor]) -> Any:
+        region = ReplicatedInputRegion(self.axis) if self.block is None else self.block.region
         try:
             y = reduce_fn(region)
         finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
@@ -318,7 +318,7 @@ class Linear1D_Row(_ParallelLinear):
         y: Tensor = ReducePartialOutputs.apply(partial_output, region)
         return y
 
-    def _reduce_product_or_defer(self, hidden_states: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+    def _reduce_matmul_or_defer(self, hidden_states: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         """Sum x @ weight over the ranks, or return zeros if the layer in ``shared_exit`` will sum it."""
         if self.partial_of_other is not None:
             return self._reduce_partial_output(linear_matmul(hidden_states, weight, None, self.transposed), region)
@@ -346,7 +346,7 @@ class Linear1D_Row(_ParallelLinear):
 
     def _select_local_features(self, hidden_states: Tensor) -> Tensor:
         if self.split == self._make_even_split().with_axis(self.axis.name):
-            return scatter_to_region(hidden_states, self.axis, -1, self.split)
+            return scatter_to_parallel_region(hidden_states, self.axis, -1, self.split)
         indices = self.split.indices(self.axis.rank).to(hidden_states.device)
         return copy_to_tp_region(hidden_states, self.axis).index_select(-1, indices)
 
@@ -369,7 +369,7 @@ class VocabParallelLMHead1D(Linear1D_Col):
 
     def finalize_adapter_output(self, output: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
-        return wrap_local_logits(super().finalize_adapter_output(output), self.axis, bounds)
+        return wrap_local_logits_as_full_logits(super().finalize_adapter_output(output), self.axis, bounds)
 
 
 # B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)
@@ -421,7 +421,7 @@ class _ParallelEmbedding(ParallelModule):
             )
         factor = measure_embedding_scale(module)
         if factor is None or factor == 1:
-            check_plain_class(module, nn.Embedding)
+            check_behaves_like_plain_module(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if value := getattr(module, option):
                 raise ConfigError(
@@ -455,7 +455,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
     """Whether to delay the sum, because ``ActivationSharding.shard_stack_input`` may reduce-scatter it."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        self._check_token_ids(token_ids)
+        self._check_token_ids_in_vocabulary(token_ids)
         if self.axis.size == 1:
             return self._scale_embeddings(F.embedding(token_ids, self.weight, self.padding_idx))
         start, end = self.split.parts[self.axis.rank][0]
@@ -469,8 +469,8 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
             return defer_all_reduce(partial, self.axis)
         return reduce_from_tp_region(partial, self.axis)
 
-    def _check_token_ids(self, token_ids: Tensor) -> None:
-        if token_ids.device.type != "cpu" or not has_data(token_ids):
+    def _check_token_ids_in_vocabulary(self, token_ids: Tensor) -> None:
+        if token_ids.device.type != "cpu" or not has_real_data(token_ids):
             assert_async(((token_ids >= 0) & (token_ids < self.num_embeddings)).all())
             return
         if token_ids.numel() == 0:
@@ -503,7 +503,7 @@ class Embedding1D(_ParallelEmbedding):
         vectors = self._scale_embeddings(F.embedding(indices, self.weight, self.padding_idx))
         if not self.gather_output:
             return vectors
-        return gather_from_region(vectors, self.axis, -1, self.split, "gather")
+        return gather_from_parallel_region(vectors, self.axis, -1, self.split, "gather")
 
 
 # W features of all ranks; w: of this rank
@@ -538,7 +538,7 @@ class ShardedNorm(ParallelModule):
             param = norm._parameters.get(name)
             self.register_shard(name, param, ShardSpec((split.full,), {0: split}), shared)
         copies = torch.tensor(split.multiplicity, dtype=torch.float64)[split.indices(self.axis.rank)]
-        self.register_buffer("share", None if split.is_partition else 1 / copies, persistent=False)
+        self.register_buffer("share", None if split.stores_each_index_once else 1 / copies, persistent=False)
         self.share: Tensor | None
         self.train(norm.training)
 

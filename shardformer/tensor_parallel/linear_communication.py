@@ -50,7 +50,7 @@ from shardformer.comm.recorder import get_num_bytes, record_collective_start, sk
 from shardformer.errors import PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import Dim
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 from shardformer.random_state import LocalRNGState
@@ -66,7 +66,7 @@ def all_gather_matmul(
     Calls ``process_chunk_fn(chunk, start, end)`` for each chunk. Returns the gathered tensor (B, ``sequence_length``,
     H). Communicates one all-gather of this tensor, in R-1 steps that overlap with ``process_chunk_fn``.
     """
-    bounds = get_even_bounds(sequence_length, axis.size)
+    bounds = get_even_split_bounds(sequence_length, axis.size)
     joined = local_hidden_states.new_empty(
         (local_hidden_states.shape[0], sequence_length, *local_hidden_states.shape[2:])
     )
@@ -103,7 +103,7 @@ def matmul_reduce_scatter(compute_chunk_fn: Callable[[int, int], Tensor], axis: 
     ``compute_chunk_fn(start, end)`` computes the summand of this rank for one chunk. Returns the chunk of this rank,
     summed over the ranks. Communicates one reduce-scatter of the full tensor, in R-1 steps.
     """
-    bounds = get_even_bounds(sequence_length, axis.size)
+    bounds = get_even_split_bounds(sequence_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
     record_end = skip_wait_recording
@@ -139,7 +139,7 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class ReplicatedRegion:
+class ReplicatedInputRegion:
     """Collectives at the input and the output of a tensor-parallel block whose input is replicated."""
 
     axis: Axis
@@ -186,7 +186,7 @@ class SequenceShardedRegion:
 
     def enter(self, hidden_states: Tensor) -> Tensor:
         shape = (*hidden_states.shape[:SEQUENCE], self.sequence_length, *hidden_states.shape[SEQUENCE + 1 :])
-        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.sequence_length)
+        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full_length=self.sequence_length)
         scatter = partial(reduce_scatter, axis=self.axis, dim=SEQUENCE)
         return DeferredTensor.from_local(hidden_states, shape, self.axis, None, gather, scatter)
 
@@ -227,8 +227,8 @@ class SequenceShardedRegion:
         return (*hidden_states.shape[:SEQUENCE], get_even_shard_length(self.sequence_length, self.axis))
 
 
-TpRegion = ReplicatedRegion | SequenceShardedRegion
-REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, Dim.SEQUENCE: SequenceShardedRegion}
+TpRegion = ReplicatedInputRegion | SequenceShardedRegion
+REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedInputRegion, Dim.SEQUENCE: SequenceShardedRegion}
 """Activation dim that a stack of layers shards over the tensor axis -> region of its blocks."""
 
 
@@ -321,7 +321,7 @@ def compute_column_linears(
     return full_x, outputs
 
 
-def cache_gathered_input(deferred_input: DeferredTensor, full_input: Tensor) -> None:
+def cache_full_input(deferred_input: DeferredTensor, full_input: Tensor) -> None:
     if deferred_input.cached_full_tensor is None and full_input.dtype == deferred_input.dtype:
         deferred_input.cache_full_tensor(full_input)
 
@@ -337,10 +337,10 @@ def compute_single_column_linear(column_linear: ColumnParallelLinear, hidden_sta
             full_x, (y,) = compute_column_linears(
                 hidden_states.local, hidden_states.region, [column_linear], hidden_states.cached_full_tensor
             )
-            cache_gathered_input(hidden_states, full_x)
+            cache_full_input(hidden_states, full_x)
             return y
         hidden_states = hidden_states.full_tensor()
-    return compute_column_linears(hidden_states, ReplicatedRegion(column_linear.axis), [column_linear])[1][0]
+    return compute_column_linears(hidden_states, ReplicatedInputRegion(column_linear.axis), [column_linear])[1][0]
 
 
 def linear_matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

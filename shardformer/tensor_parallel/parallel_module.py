@@ -23,7 +23,7 @@ from shardformer.forward_hooks import ForwardArgs, HookOrder, register_forward_h
 from shardformer.layout.shard_export_guard import guard_state_dict_shards
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import is_linear
+from shardformer.module_paths import is_linear_or_conv1d
 from shardformer.torch_compat import FakeTensor, without_fake_tensors
 
 STATISTICS_BUFFER = "running_mean"
@@ -47,7 +47,7 @@ def has_wider_dtype(tensor: Any, weight: Tensor) -> bool:
     return floats and weight.itemsize == 2 < tensor.itemsize and not torch.is_autocast_enabled(weight.device.type)
 
 
-def enable_fp32_inputs(model: nn.Module) -> None:
+def enable_fp32_inputs_of_16bit_layers(model: nn.Module) -> None:
     """Make ``torch.nn`` layers with 16-bit parameters accept fp32 inputs and track fp32 statistics.
 
     Modules with a custom `forward` are not changed, nor are layers such as ``nn.RMSNorm`` that accept fp32 inputs.
@@ -58,7 +58,7 @@ def enable_fp32_inputs(model: nn.Module) -> None:
             continue
         if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _upcast_params_pre_hook not in module._forward_pre_hooks.values():
-                before, after = _upcast_params_pre_hook, _restore_params_hook
+                before, after = _upcast_params_pre_hook, _restore_16bit_params_hook
                 register_forward_hooks(module, HookOrder.CASTS, before, after, always_call=True)
         elif _cast_inputs_pre_hook not in module._forward_pre_hooks.values():
             register_forward_hooks(module, HookOrder.CASTS, _cast_inputs_pre_hook, with_kwargs=True)
@@ -92,7 +92,7 @@ def _upcast_params_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     module._parameters.update(wide)
 
 
-def _restore_params_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _restore_16bit_params_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     module._parameters.update(module.__dict__.pop(_SAVED_PARAMETERS, {}))
 
 
@@ -176,7 +176,7 @@ def move_hooks(target_module: nn.Module, source_module: nn.Module) -> None:
             setattr(target_module, table, hooks)
 
 
-def check_plain_class(module: nn.Module, *module_classes: type[nn.Module]) -> None:
+def check_behaves_like_plain_module(module: nn.Module, *module_classes: type[nn.Module]) -> None:
     """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
@@ -192,7 +192,7 @@ def check_plain_class(module: nn.Module, *module_classes: type[nn.Module]) -> No
             f"{name} has {found}, so a parallel layer cannot replace it.",
             remedy="Do not shard this module, or write a ParallelModule for it with its own from_native_module.",
         )
-    if is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
+    if is_linear_or_conv1d(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         raise ConfigError(
             f"{name} has hooks, so a parallel layer cannot replace it.",
             remedy="Remove the hooks, or register them on the attention or MLP.",

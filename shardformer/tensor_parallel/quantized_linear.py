@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.layout.packed_weights import (
     FAST_CPU_KERNEL,
-    PackedWeightsMixin,
+    QuantizedWeightsMixin,
     add_mixin_classes,
-    find_packed_weights,
+    find_quantized_weights,
     store_weights_as_attributes,
 )
 from shardformer.layout.shard_spec import Slice
@@ -44,11 +44,11 @@ QUANTIZER_ATTRIBUTES = ("hf_quantizer", "is_quantized", "quantization_method")
 HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
-class UnalignedSliceError(ConfigError):
+class UnalignedQuantizedSliceError(ConfigError):
     """Raised if a 4-bit weight cannot be sharded without dividing one of its quantization blocks."""
 
 
-class QuantizedLinear(PackedWeightsMixin):
+class QuantizedParallelLinear(QuantizedWeightsMixin):
     """Mixin for tensor-parallel linear layers whose weights are quantized by bitsandbytes.
 
     The layer communicates as a parallel linear layer with an adapter does: at its entry and its exit. ``weight`` is the
@@ -72,7 +72,7 @@ class QuantizedLinear(PackedWeightsMixin):
         return self.finalize_adapter_output(self.multiply(self.prepare_adapter_input(hidden_states)))
 
 
-def make_meta_linear(quantized_linear: Any) -> nn.Linear:
+def make_meta_linear_like(quantized_linear: Any) -> nn.Linear:
     """Return a plain linear layer on the meta device with the shape, the bias and the hooks of a quantized layer."""
     plain = nn.Linear(quantized_linear.in_features, quantized_linear.out_features, bias=False, device="meta")
     plain.weight.requires_grad_(False)
@@ -82,12 +82,12 @@ def make_meta_linear(quantized_linear: Any) -> nn.Linear:
 
 
 @contextmanager
-def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
+def temporarily_replace_quantized_linears(model: nn.Module) -> Iterator[None]:
     """Temporarily replace quantized linear layers by plain ones, so that a sharding policy can be chosen.
 
     The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
     """
-    owners = {name.rpartition(".")[0] for name in find_packed_weights(model)}
+    owners = {name.rpartition(".")[0] for name in find_quantized_weights(model)}
     shown: dict[int, nn.Module] = {}
     places: list[tuple[dict[str, Any], str, Any]] = []
     for path in sorted(owners):
@@ -95,8 +95,8 @@ def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
         if isinstance(native, nn.Linear):
             holder, name = get_parent_and_attribute_name(model, path)
             places.append((holder._modules, name, native))
-            shown.setdefault(id(native), make_meta_linear(native))
-            shown[id(native)].weight = _make_zero_weight(native)
+            shown.setdefault(id(native), make_meta_linear_like(native))
+            shown[id(native)].weight = _make_zero_weight_like(native)
     attributes = [
         (vars(m), name, vars(m)[name]) for m in model.modules() for name in QUANTIZER_ATTRIBUTES if name in vars(m)
     ]
@@ -111,7 +111,7 @@ def temporarily_use_plain_linears(model: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-def _make_zero_weight(quantized_linear: nn.Linear) -> nn.Parameter:
+def _make_zero_weight_like(quantized_linear: nn.Linear) -> nn.Parameter:
     dtype = getattr(getattr(quantized_linear.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
     zero = torch.zeros((), dtype=dtype, device=quantized_linear.weight.device)
     return nn.Parameter(zero.expand(quantized_linear.out_features, quantized_linear.in_features), requires_grad=False)
@@ -120,14 +120,14 @@ def _make_zero_weight(quantized_linear: nn.Linear) -> nn.Parameter:
 def store_quantized_shard(parallel_linear: Any, quantized_linear: Linear4bit, coords: Mapping[str, int]) -> None:
     """Store this rank's shard of a 4-bit weight in a tensor-parallel linear layer.
 
-    The layer was built from the result of ``make_meta_linear``. Communicates nothing.
+    The layer was built from the result of ``make_meta_linear_like``. Communicates nothing.
     """
     spec = parallel_linear.shard_specs.pop("weight")
     dim = next(iter(spec.splits))
     vars(parallel_linear)["product"] = _copy_linear_without_weight(quantized_linear, *spec.get_local_shape(coords))
     shard = slice_4bit_weight(quantized_linear.weight, dim, spec.get_local_slices(dim, coords))
-    store_weights_as_attributes(parallel_linear, {"weight": shard}, full_numel=prod(spec.shape))
-    add_mixin_classes(parallel_linear, QuantizedLinear)
+    store_weights_as_attributes(parallel_linear, {"weight": shard}, unsharded_numel=prod(spec.shape))
+    add_mixin_classes(parallel_linear, QuantizedParallelLinear)
 
 
 def _copy_linear_without_weight(linear: Linear4bit, out_features: int, in_features: int) -> Linear4bit:
@@ -173,8 +173,8 @@ def choose_quant_block_size(quant_state: QuantState, dim: int, local_slices: Seq
 def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice]) -> Params4bit:
     """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
 
-    Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
-    computes other values.
+    Raises UnalignedQuantizedSliceError if a slice divides a block of 32 values, and ConfigError if this release of
+    bitsandbytes computes other values.
     """
     from bitsandbytes.functional import QuantState, dequantize_4bit
     from bitsandbytes.nn import Params4bit
@@ -184,7 +184,7 @@ def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice
     rows, width = state.shape
     if block is None:
         columns = ", ".join(f"{a}-{b}" for a, b in local_slices)
-        raise UnalignedSliceError(
+        raise UnalignedQuantizedSliceError(
             f"The 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
             f"{state.blocksize}"
             if width % state.blocksize

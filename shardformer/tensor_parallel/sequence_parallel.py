@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import (
     all_gather,
     broadcast,
-    gather_from_region,
+    gather_from_parallel_region,
     gather_from_sp_region,
     get_local_slices,
     reduce_scatter_to_sp_region,
-    scatter_to_region,
+    scatter_to_parallel_region,
     start_all_reduce,
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
@@ -29,7 +29,7 @@ from shardformer.random_state import LocalRNGState
 from shardformer.tensor_parallel.linear_communication import (
     REGIONS_BY_DIM,
     SEQUENCE,
-    ReplicatedRegion,
+    ReplicatedInputRegion,
     SequenceShardedRegion,
     TpRegion,
     get_even_shard_length,
@@ -90,11 +90,11 @@ class ActivationSharding:
     def select_tp_region(self, hidden_states: Tensor) -> TpRegion:
         """Return the collectives that a block with the input needs at its input and output."""
         if self._dim is None:
-            return ReplicatedRegion(self.axis)
+            return ReplicatedInputRegion(self.axis)
         if hidden_states.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
             self.restore_input_size_in_recompute(hidden_states)
         if not self._is_open:
-            return ReplicatedRegion(self.axis)
+            return ReplicatedInputRegion(self.axis)
         return SequenceShardedRegion(self.axis, self.full, self.overlap)
 
     # --- entry and exit of the stack
@@ -127,7 +127,7 @@ class ActivationSharding:
                 and region.sequence_length == self.full
             ):
                 return hidden_states.local  # the output of the previous layer
-        return scatter_to_region(hidden_states, self.axis, SEQUENCE, self._make_sequence_split())
+        return scatter_to_parallel_region(hidden_states, self.axis, SEQUENCE, self._make_sequence_split())
 
     def gather_stack_output(self, local_hidden_states: Tensor) -> Tensor:
         """Return the full output of the last layer as a tensor that is gathered when it is first used.
@@ -141,7 +141,7 @@ class ActivationSharding:
             self._random.exit_local_rng_state()
         axis, full, split = self.axis, self.full, self._make_sequence_split()
         shape = (*local_hidden_states.shape[:SEQUENCE], full, *local_hidden_states.shape[SEQUENCE + 1 :])
-        gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
+        gather = partial(all_gather, axis=axis, dim=SEQUENCE, full_length=full)
         to_local = partial(get_local_slices, axis=axis, dim=SEQUENCE, split=split)
         region = SequenceShardedRegion(axis, full, self.overlap)
         return DeferredTensor.from_local(local_hidden_states, shape, axis, region, gather, to_local)
@@ -149,7 +149,7 @@ class ActivationSharding:
     def _make_sequence_split(self) -> Split:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).make_split(self.full, self.axis.size)
 
-    def register_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
+    def register_layer_stack_hooks(self, first_module: nn.Module, last_module: nn.Module) -> None:
         """Register hooks that shard the input of the first module and gather the output of the last module."""
         if self._dim is not None:
             register_forward_hooks(first_module, HookOrder.STACK, self._shard_input_pre_hook, with_kwargs=True)
@@ -171,7 +171,9 @@ class ActivationSharding:
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
         is_full = self.is_sharded and tensor.dim() > 1 and tensor.shape[SEQUENCE] == self.full
-        return scatter_to_region(tensor, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else tensor
+        return (
+            scatter_to_parallel_region(tensor, self.axis, SEQUENCE, self._make_sequence_split()) if is_full else tensor
+        )
 
     def gather_token_argument(self, tensor: Tensor) -> Tensor:
         """Gather all token positions of a module argument: (B, s, ...) -> (B, S, ...). Backward: the local slice."""
@@ -180,13 +182,17 @@ class ActivationSharding:
             and tensor.dim() > 1
             and tensor.shape[SEQUENCE] == get_even_shard_length(self.full, self.axis)
         )
-        return gather_from_region(tensor, self.axis, SEQUENCE, self._make_sequence_split()) if is_local else tensor
+        return (
+            gather_from_parallel_region(tensor, self.axis, SEQUENCE, self._make_sequence_split())
+            if is_local
+            else tensor
+        )
 
-    def register_token_free_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherHook | None:
+    def register_token_free_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherActivationsHook | None:
         """Register hooks for a module whose inputs have no token dimension. Every rank computes it in full."""
         return None if self._dim is None else TokenFreeModuleHook(self, module, has_random_ops)
 
-    def register_full_sequence_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherHook | None:
+    def register_full_sequence_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherActivationsHook | None:
         """Register hooks that gather the full sequence for ``module`` and shard its output again.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
@@ -254,7 +260,7 @@ class ActivationSharding:
         )
 
 
-class GatherHook:
+class GatherActivationsHook:
     """Base class of hooks for a module that needs more than this rank's shard of the activations."""
 
     _random: LocalRNGState
@@ -264,7 +270,7 @@ class GatherHook:
         self._random.exit_local_rng_state()
 
 
-class GatherSequenceHook(GatherHook):
+class GatherSequenceHook(GatherActivationsHook):
     """Hooks that gather the full sequence before a module, and shard its output again."""
 
     def __init__(self, activation_sharding: ActivationSharding, module: nn.Module, has_random_ops: bool) -> None:
@@ -283,7 +289,7 @@ class GatherSequenceHook(GatherHook):
             return None
         stream.check_local_sequence_length(x)
         self._random.enter_local_rng_state(x, module.training)
-        full = gather_from_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
+        full = gather_from_parallel_region(x, stream.axis, SEQUENCE, stream._make_sequence_split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
 
@@ -298,7 +304,7 @@ class GatherSequenceHook(GatherHook):
         stream = self._stream
         if tensor.dim() == 2 and tensor.shape[0] == stream.samples * stream.full:
             return self._select_local_positions(tensor.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
-        return scatter_to_region(tensor, stream.axis, SEQUENCE, stream._make_sequence_split())
+        return scatter_to_parallel_region(tensor, stream.axis, SEQUENCE, stream._make_sequence_split())
 
 
 class TokenFreeModuleHook(GatherSequenceHook):

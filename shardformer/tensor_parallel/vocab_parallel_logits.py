@@ -1,6 +1,7 @@
 """Logits that are sharded over the vocabulary and behave like the full logits.
 
-A model whose head returns ``wrap_local_logits(local, axis, bounds)`` keeps its forward pass and its loss:
+A model whose head returns ``wrap_local_logits_as_full_logits(local, axis, bounds)`` keeps its forward pass and its
+loss:
 
     logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); each rank stores (B, S, v)
     logits.float().view(-1, V)                          # still sharded: views and casts use only the local shard
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardformer.comm import sharded_tensor as rules
-from shardformer.comm.collectives import gather_from_region
+from shardformer.comm.collectives import gather_from_parallel_region
 from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
@@ -35,7 +36,7 @@ ViewReplay = Callable[[Tensor], Tensor]
 """Function that repeats a view of a sharded tensor on the full tensor."""
 
 
-def wrap_local_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[int]) -> Tensor:
+def wrap_local_logits_as_full_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[int]) -> Tensor:
     """Wrap this rank's vocabulary columns (..., v) in a tensor that behaves like the full logits (..., V).
 
     Returns ``local_logits`` on an axis of size 1. Communicates nothing.
@@ -55,7 +56,9 @@ def wrap_local_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[i
 
 
 class VocabParallelLogits(ShardedTensor):
-    """Logits that are sharded over the vocabulary and behave like the full logits. Created by ``wrap_local_logits``.
+    """Logits that are sharded over the vocabulary and behave like the full logits.
+
+    ``wrap_local_logits_as_full_logits`` creates them.
 
     Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis must call the same
     functions on them, so that every rank reaches each all-gather.
@@ -111,7 +114,7 @@ class VocabParallelLogits(ShardedTensor):
             return args[0].with_local_shard(args[0].local.detach())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
             x = next(a for a in args if isinstance(a, VocabParallelLogits))
-            return x.with_local_shard(get_local_slice_like(args[0], x) + get_local_slice_like(args[1], x))
+            return x.with_local_shard(get_local_vocab_slice_like(args[0], x) + get_local_vocab_slice_like(args[1], x))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def to_local(self) -> Tensor:
@@ -121,7 +124,7 @@ class VocabParallelLogits(ShardedTensor):
     def _gather_full_tensor(self, local: Tensor) -> Tensor:
         """All-gather the full logits in the dtype of the local shard. Communicates nothing in the backward pass."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
-        return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
+        return gather_from_parallel_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
     def with_local_shard(
         self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
@@ -142,7 +145,7 @@ class VocabParallelLogits(ShardedTensor):
         return get_local_shard(self)
 
     def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
-        return get_local_slice(full, self.axis, self.bounds, dim)
+        return get_local_vocab_slice(full, self.axis, self.bounds, dim)
 
     def has_same_sharding(self, other: Any) -> bool:
         layout = (self.axis, self.bounds, self.shard_dim, self.full_shape)
@@ -204,18 +207,18 @@ def get_local_shard(logits: VocabParallelLogits) -> Tensor:
 
 def _replace_logits_in_place(logits: VocabParallelLogits, full_logits: Tensor) -> None:
     """Replace the values and the autograd history of ``logits`` by those of ``full_logits``."""
-    local = get_local_slice_like(full_logits, logits)
+    local = get_local_vocab_slice_like(full_logits, logits)
     with DisableTorchFunctionSubclass():
         _ReplaceLocalLogits.apply(logits, local)
     logits.local, logits._full, logits._writes_seen = local, full_logits, logits._writes[0]
 
 
-def get_local_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Tensor:
+def get_local_vocab_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Tensor:
     """Return this rank's slice of a full tensor, with the same sharding as ``logits``."""
-    return get_local_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
+    return get_local_vocab_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
 
 
-def get_local_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int) -> Tensor:
+def get_local_vocab_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int) -> Tensor:
     """Return this rank's vocabulary slice of a full tensor along ``vocab_dim``."""
     if isinstance(full_tensor, VocabParallelLogits):
         if full_tensor.shard_dim == vocab_dim:
@@ -236,7 +239,7 @@ class _WrapLocalLogits(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return get_local_slice(grad_output, *ctx.place).to(ctx.dtype), None, None, None, None
+        return get_local_vocab_slice(grad_output, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
 class _UnwrapLocalLogits(Function):
@@ -263,7 +266,7 @@ class _ReplaceLocalLogits(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:
-        return None, get_local_slice(grad_output, *ctx.place).to(ctx.dtype)
+        return None, get_local_vocab_slice(grad_output, *ctx.place).to(ctx.dtype)
 
 
 def _detach_logits(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -277,7 +280,7 @@ def _cast_logits(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     Returns the same logits if nothing changes.
     """
     x = args[0]
-    others = [rules.make_empty_full_view(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
+    others = [rules.make_full_shape_placeholder(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
     if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
         return func(x, *others, **kwargs)
     local = get_local_shard(x)
@@ -329,7 +332,7 @@ def _register_grad_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
     def call_hook_on_local_grad(local_grad: Tensor) -> Tensor | None:
         replaced = hook(layout.with_local_shard(local_grad, dtype=local_grad.dtype))
-        return None if replaced is None else get_local_slice_like(replaced, layout)
+        return None if replaced is None else get_local_vocab_slice_like(replaced, layout)
 
     return local.register_hook(call_hook_on_local_grad)
 
@@ -341,10 +344,10 @@ def _get_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_logits_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
-    get_local_shard(x).grad = None if grad is None else get_local_slice_like(grad, x)
+    get_local_shard(x).grad = None if grad is None else get_local_vocab_slice_like(grad, x)
 
 
-def _tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.backward`` on this rank's shard of the logits and of their gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
@@ -354,7 +357,7 @@ def _tensor_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _run_backward_on_local_shards(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.autograd.backward`` on the local shards of any logits that are sharded."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
@@ -369,10 +372,10 @@ def _get_local_root_and_grad(root: Tensor, root_grad: Tensor | None) -> tuple[Te
         return rules.to_full_tensors(root), rules.to_full_tensors(root_grad)
     with torch.enable_grad():  # a backward pass may call torch.autograd.backward
         local = get_local_shard(root)
-    return local, get_local_slice_like(root_grad, root).to(local.dtype)
+    return local, get_local_vocab_slice_like(root_grad, root).to(local.dtype)
 
 
-def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _handle_autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
     locals_ = [get_local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
@@ -390,23 +393,23 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    rules.apply_view: " ".join(rules.VIEW_RULES),
-    rules.copy_local_shard: "clone contiguous",
+    rules.apply_view_function: " ".join(rules.VIEW_RULES),
+    rules.apply_to_local_shard_and_rewrap: "clone contiguous",
     _detach_logits: "detach data",
     _cast_logits: "to type type_as cpu cuda float double half bfloat16",
     rules.apply_elementwise: rules.ELEMENTWISE,
     _compute_cross_entropy: "cross_entropy",
     rules.call_on_local_shard: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
     _register_grad_hook: "register_hook",
-    _tensor_backward: "backward",
+    _handle_tensor_backward: "backward",
 }
 _TENSOR: Any = Tensor
-LOGITS_RULES: Mapping[Any, Rule] = rules.build_rule_table(_NAMES) | {
+LOGITS_RULES: Mapping[Any, Rule] = rules.map_torch_functions_to_rules(_NAMES) | {
     _TENSOR.requires_grad.__set__: rules.call_on_local_shard,
     _TENSOR.grad.__get__: _get_logits_grad,
     _TENSOR.grad.__set__: _set_logits_grad,
-    torch.autograd.grad: _autograd_grad,
-    torch.autograd.backward: _autograd_backward,
+    torch.autograd.grad: _handle_autograd_grad,
+    torch.autograd.backward: _run_backward_on_local_shards,
 }
 """Function of torch -> its implementation on sharded logits. All other functions gather the full logits."""
 VocabParallelLogits.RULES = LOGITS_RULES

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from shardformer.comm.collectives import all_gather
 from shardformer.errors import ConfigError, InputError, check_choice
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import assert_async
 
@@ -234,11 +234,11 @@ def vocab_parallel_cross_entropy(
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
     options = _CrossEntropyOptions(axis, tuple(vocab_bounds), ignore_index, reduction, label_smoothing, dtype)
     assert logits_Tv.shape[-1] == vocab_bounds[axis.rank + 1] - vocab_bounds[axis.rank], (logits_Tv.shape, vocab_bounds)
-    loss: Tensor = _CrossEntropy.apply(logits_Tv, targets_T.long(), options)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits_Tv, targets_T.long(), options)
     return loss
 
 
-class _CrossEntropy(Function):
+class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, options: _CrossEntropyOptions) -> Tensor:
         valid_T = targets_T != options.ignore_index
@@ -322,9 +322,9 @@ def _compute_logits_grad(
     logits_Tv: Tensor,
     max_T1: Tensor,
     scale_T1: Tensor,
-    column_T1: Tensor,
-    at_label_T1: Tensor,
-    uniform_T1: Tensor | None,
+    label_column_T1: Tensor,
+    label_grad_T1: Tensor,
+    uniform_grad_T1: Tensor | None,
 ) -> Tensor:
     """Return the gradient (T, v) of the local logits, in the dtype of the logits.
 
@@ -338,9 +338,9 @@ def _compute_logits_grad(
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
         x_tv.exp_().mul_(scale_T1[rows])
-        if uniform_T1 is not None:
-            x_tv.sub_(uniform_T1[rows])
-        x_tv.scatter_add_(1, column_T1[rows], at_label_T1[rows])
+        if uniform_grad_T1 is not None:
+            x_tv.sub_(uniform_grad_T1[rows])
+        x_tv.scatter_add_(1, label_column_T1[rows], label_grad_T1[rows])
         if in_place is None:
             out_tv.copy_(x_tv)
     return grad_Tv
@@ -404,7 +404,7 @@ def cross_entropy_1d(
     """
     axis = Axis.of(process_group)
     width = logits.shape[-1]
-    bounds = get_even_bounds(width * axis.size if vocab_size is None else vocab_size, axis.size)
+    bounds = get_even_split_bounds(width * axis.size if vocab_size is None else vocab_size, axis.size)
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(

@@ -32,7 +32,7 @@ from shardformer.errors import (
 from shardformer.filesystem import to_absolute_path
 from shardformer.meta_init.lazy_init import LazyInit, has_deferred_weights
 from shardformer.torch_compat import FakeTensor
-from shardformer.torch_patches import Patch, replace_attribute, temporary_patch
+from shardformer.torch_patches import LibraryPatch, replace_attribute, temporary_patch
 from shardformer.train_command.config_schema import (
     LoraOptions,
     OptimizerOptions,
@@ -45,7 +45,7 @@ from shardformer.train_command.config_schema import (
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_config_fields_from_data, load_model_config
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import get_config_classes, load_transformers, skip_weight_init
+from shardformer.transformers_compat import get_supported_config_classes, import_transformers, skip_weight_init
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -109,29 +109,32 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
         or optimizer_options.layer_decay != 1
     )
     return lambda model: partial(
-        create_optimizer, _make_param_group_fn(optimizer_options, model, has_decay) if is_grouped else list
+        create_optimizer, _make_param_grouping_fn(optimizer_options, model, has_decay) if is_grouped else list
     )
 
 
-def _make_optimizer_error(kind: type[Optimizer], arguments: Mapping[str, Any], exception: Exception) -> ConfigError:
+def _make_optimizer_error(
+    optimizer_class: type[Optimizer], arguments: Mapping[str, Any], exception: Exception
+) -> ConfigError:
     """Make an error for an optimizer that does not accept its arguments, or only some parameters, such as matrices."""
     reason = get_first_message_line(exception)
     try:
-        kind([nn.Parameter(torch.zeros(2, 2))], **arguments)
+        optimizer_class([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception:  # classes raise different errors
         shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         return ConfigError(
-            f"{kind.__name__} does not accept {shown}: {reason}.", remedy="Correct these values in [optimizer]."
+            f"{optimizer_class.__name__} does not accept {shown}: {reason}.",
+            remedy="Correct these values in [optimizer].",
         )
     return ConfigError(
-        f"{kind.__name__} does not accept all parameters of a model: {reason}.",
+        f"{optimizer_class.__name__} does not accept all parameters of a model: {reason}.",
         remedy="Use another optimizer. Or write a script with a second optimizer for the other parameters "
         "(docs/memory.md).",
     )
 
 
-def _make_param_group_fn(
-    optimizer_options: OptimizerOptions, model: nn.Module, has_decay: bool
+def _make_param_grouping_fn(
+    optimizer_options: OptimizerOptions, model: nn.Module, optimizer_has_weight_decay: bool
 ) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
     """Return a function that splits parameters into optimizer groups by their weight decay and learning rate.
 
@@ -142,11 +145,13 @@ def _make_param_group_fn(
     kinds: dict[str, tuple[bool, float]] = {}
     kind_of_param: dict[int, tuple[bool, float]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        is_decayed = not has_decay or optimizer_options.decay_biases_and_norms or has_weight_decay(model, name)
+        is_decayed = (
+            not optimizer_has_weight_decay or optimizer_options.decay_biases_and_norms or has_weight_decay(model, name)
+        )
         # tied weights have the group of their first name, even on a pipeline stage that has only the other name
         kinds[name] = kind_of_param.setdefault(id(param), (is_decayed, factors[name]))
     first = (True, 1.0)  # its learning rate is reported
-    wanted = {*kinds.values(), first, *([(False, 1.0)] if has_decay else [])}
+    wanted = {*kinds.values(), first, *([(False, 1.0)] if optimizer_has_weight_decay else [])}
     order = sorted(wanted, key=lambda kind: (kind != first, not kind[0], -kind[1]))
 
     def group_params(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
@@ -297,7 +302,7 @@ def add_lora_adapters(lora_options: LoraOptions, model: nn.Module, task: str) ->
         ) from error
 
 
-IN_PLACE = Patch(
+IN_PLACE = LibraryPatch(
     "torch.nn.Module.to",
     __name__,
     "does nothing while adapters are added to fake tensors, which torch cannot move",
@@ -357,7 +362,7 @@ class LambdaLR(lr_scheduler.LambdaLR):
         return [group["lr"] for group in self.optimizer.param_groups] if is_kept else super().get_lr()
 
 
-def build_scheduler_factory(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
+def build_lr_scheduler_factory(schedule_options: ScheduleOptions, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates a learning-rate scheduler for an optimizer and a run of ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=make_lr_lambda(schedule_options, num_steps))
 
@@ -444,7 +449,7 @@ def _make_hook(config: TrainConfig, hook_name: str, hook_kwargs: dict[str, Any])
     if "config" in parameters and hook_name in KNOWN_HOOKS:
         hook_kwargs = {"config": config.model_dump(mode="json"), **hook_kwargs}
     check_constructor_arguments(kind, hook_kwargs, f"hooks.{hook_name}")
-    hook_kwargs = _validate_argument_types(kind, hook_kwargs, f"hooks.{hook_name}")
+    hook_kwargs = _validate_hook_kwargs(kind, hook_kwargs, f"hooks.{hook_name}")
     if isinstance(directory := hook_kwargs.get("directory"), str):
         hook_kwargs["directory"] = os.path.expanduser(directory)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
@@ -462,7 +467,7 @@ class HookArgument:
     description: str = ""
 
 
-def get_hook_arguments(hook_class: type[Hook]) -> dict[str, HookArgument]:
+def get_hook_constructor_arguments(hook_class: type[Hook]) -> dict[str, HookArgument]:
     """Return the constructor arguments of a hook class by name, except ``**options``."""
     found = {}
     try:
@@ -479,9 +484,9 @@ def get_hook_arguments(hook_class: type[Hook]) -> dict[str, HookArgument]:
     return found
 
 
-def _validate_argument_types(hook_class: type, hook_kwargs: dict[str, Any], config_section: str) -> dict[str, Any]:
+def _validate_hook_kwargs(hook_class: type, hook_kwargs: dict[str, Any], config_section: str) -> dict[str, Any]:
     """Validate the arguments of a hook against the types that its class declares, and return them."""
-    known, found = get_hook_arguments(hook_class), dict(hook_kwargs)
+    known, found = get_hook_constructor_arguments(hook_class), dict(hook_kwargs)
     for name, value in hook_kwargs.items():
         try:
             adapter = TypeAdapter(known[name].annotation)
@@ -545,11 +550,13 @@ def get_transformers_model_class(config: TrainConfig) -> Any:
     Raises:
         ConfigError: transformers has no such class.
     """
-    transformers = load_transformers()
+    transformers = import_transformers()
 
     name = config.model.head or AUTO_CLASSES[config.model.task]
     kind = getattr(transformers, name, None)
-    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or get_config_classes(kind) is not None)
+    is_model = isinstance(kind, type) and (
+        issubclass(kind, nn.Module) or get_supported_config_classes(kind) is not None
+    )
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
@@ -576,7 +583,7 @@ def build_model(
     complete = load_model_config(config, derive_config_fields_from_data(config, training_data, base_model_config))
     _check_data_fits_model(config, training_data, complete)
     kind = get_transformers_model_class(config)
-    _check_task_support(config, complete, kind)
+    _check_model_supports_task(config, complete, kind)
     torch.manual_seed(config.seed)
     trust = config.model.trust_remote_code
     try:
@@ -624,20 +631,20 @@ def create_model_from_config(
         torch.set_default_dtype(before)
 
 
-def _check_task_support(config: TrainConfig, model_config: PreTrainedConfig, model_class: type[Any]) -> None:
+def _check_model_supports_task(config: TrainConfig, model_config: PreTrainedConfig, model_class: type[Any]) -> None:
     """Raise ConfigError if transformers has no class for the model type and the task of the run."""
-    known = get_config_classes(model_class)
+    known = get_supported_config_classes(model_class)
     if (
         known is None
         or type(model_config) in known
         or model_class.__name__ in (getattr(model_config, "auto_map", None) or {})
     ):
         return
-    transformers = load_transformers()
+    transformers = import_transformers()
     tasks = [
         task
         for task, name in AUTO_CLASSES.items()
-        if type(model_config) in (get_config_classes(getattr(transformers, name)) or ())
+        if type(model_config) in (get_supported_config_classes(getattr(transformers, name)) or ())
     ]
     key, value = ("head", config.model.head) if config.model.head else ("task", config.model.task)
     alternative = f", or set model.task = {' or '.join(map(repr, tasks))}" if tasks else ""

@@ -46,115 +46,119 @@ class ConfigSection(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _make_field(description: str, default: Any = ..., **constraints: Any) -> Any:
+def _make_pydantic_field(description: str, default: Any = ..., **constraints: Any) -> Any:
     return Field(default, description=description, **constraints)
 
 
 class ModelOptions(ConfigSection):
     """The model to train."""
 
-    name: str = _make_field(
+    name: str = _make_pydantic_field(
         "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or, if `random` is "
         "set, a transformers model type such as `llama`."
     )
-    task: Task = _make_field(
+    task: Task = _make_pydantic_field(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
         "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
         "one answer over another (DPO); `image_classification`.",
         "causal",
     )
-    head: str | None = _make_field("The transformers model class. By default, the task determines it.", None)
-    random: bool = _make_field("Initialize the weights at random instead of loading them.", False)
-    config: dict[str, Any] = _make_field("Fields to change in the model's config.", {})
-    freeze: list[str] = _make_field(
+    head: str | None = _make_pydantic_field("The transformers model class. By default, the task determines it.", None)
+    random: bool = _make_pydantic_field("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _make_pydantic_field("Fields to change in the model's config.", {})
+    freeze: list[str] = _make_pydantic_field(
         "Name patterns of parameters that are not trained, such as `model.embed_tokens.*`.", []
     )
-    trust_remote_code: bool = _make_field("Allow running Python code that comes with a model.", False)
+    trust_remote_code: bool = _make_pydantic_field("Allow running Python code that comes with a model.", False)
 
 
 class DataOptions(ConfigSection):
     """The training and validation data."""
 
-    train: str | list[str] = _make_field(
+    train: str | list[str] = _make_pydantic_field(
         "A file, a list of files, a pattern of files such as `data/*.parquet`, a folder with one subfolder of images "
         "per class, or the name of a data set. See `format`."
     )
-    weights: list[float] | None = _make_field(
+    weights: list[float] | None = _make_pydantic_field(
         "One number per item of `train`, to mix the items in this proportion. An epoch ends when each item has been "
         "read at least once.",
         None,
     )
-    validation: str | list[str] | None = _make_field("Validation data in the same format.", None)
-    validation_fraction: float | None = _make_field(
+    validation: str | list[str] | None = _make_pydantic_field("Validation data in the same format.", None)
+    validation_fraction: float | None = _make_pydantic_field(
         "Fraction of the training rows to use for validation instead of training.", None, gt=0, lt=1
     )
-    format: Format | None = _make_field(
+    format: Format | None = _make_pydantic_field(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
         "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
         "the `datasets` library; `images`. By default, it is inferred from the suffix, and a folder contains images.",
         None,
     )
-    delimiter: str | None = _make_field(
+    delimiter: str | None = _make_pydantic_field(
         "The character between the fields of a `csv` file. By default, a tab in .tsv files, where quotes are part of "
         "the text, and a comma in other files, where quotes may enclose a field.",
         None,
         max_length=1,
     )
-    options: dict[str, Any] = _make_field("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
-    streaming: bool = _make_field(
+    options: dict[str, Any] = _make_pydantic_field(
+        "Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {}
+    )
+    streaming: bool = _make_pydantic_field(
         "Read the data during training instead of before it. `training.steps` must be set.", False
     )
-    batch_size: int = _make_field("Global batch size: the number of samples per step over all processes.", 8, ge=1)
-    sequence_length: int = _make_field("Maximum number of tokens per sample.", 128, ge=2)
-    tokenizer: str | None = _make_field(
+    batch_size: int = _make_pydantic_field(
+        "Global batch size: the number of samples per step over all processes.", 8, ge=1
+    )
+    sequence_length: int = _make_pydantic_field("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _make_pydantic_field(
         "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
         "or `bytes` if the weights are random.",
         None,
     )
-    text: str = _make_field(
+    text: str = _make_pydantic_field(
         "The field that contains the text, or the list of words for `token_classification`.", "text"
     )
-    pair: str | None = _make_field("The field of the second text, for `classification` of text pairs.", None)
-    target: str = _make_field(
+    pair: str | None = _make_pydantic_field("The field of the second text, for `classification` of text pairs.", None)
+    target: str = _make_pydantic_field(
         "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
     )
-    label: str = _make_field(
+    label: str = _make_pydantic_field(
         "The field of the class label or list of labels for classification, or of the number for regression.", "label"
     )
-    messages: str = _make_field(
+    messages: str = _make_pydantic_field(
         "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
         "`value`. It is used for rows without a `text` field.",
         "messages",
     )
-    prompt: str | None = _make_field(
+    prompt: str | None = _make_pydantic_field(
         "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
         "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
-    chosen: str = _make_field("The field of the better answer, for `preference`.", "chosen")
-    rejected: str = _make_field("The field of the worse answer, for `preference`.", "rejected")
-    chat_template: str | None = _make_field(
+    chosen: str = _make_pydantic_field("The field of the better answer, for `preference`.", "chosen")
+    rejected: str = _make_pydantic_field("The field of the worse answer, for `preference`.", "rejected")
+    chat_template: str | None = _make_pydantic_field(
         "The template of conversations: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the "
         "template of the tokenizer, or `chatml` for `bytes`.",
         None,
     )
-    train_on: Literal["answers", "last", "all"] = _make_field(
+    train_on: Literal["answers", "last", "all"] = _make_pydantic_field(
         "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
-    packing: bool = _make_field(
+    packing: bool = _make_pydantic_field(
         "Pack several texts or conversations into one row, for `causal`. No text attends to another text.", False
     )
-    group_by_length: bool = _make_field("Put samples of similar length into the same batch.", False)
-    image: str = _make_field("The field of the image in `datasets`, or of its path in other formats.", "image")
-    split: str = _make_field("The split of `datasets` to train on.", "train")
-    validation_split: str | None = _make_field(
+    group_by_length: bool = _make_pydantic_field("Put samples of similar length into the same batch.", False)
+    image: str = _make_pydantic_field("The field of the image in `datasets`, or of its path in other formats.", "image")
+    split: str = _make_pydantic_field("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _make_pydantic_field(
         "The split to validate on. It is a split of `validation`, or by default of `train`.", None
     )
-    shuffle: bool = _make_field("Shuffle the samples in each epoch.", True)
-    drop_last: bool = _make_field("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _make_field("Number of data loading processes per training process.", 0, ge=0)
+    shuffle: bool = _make_pydantic_field("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _make_pydantic_field("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _make_pydantic_field("Number of data loading processes per training process.", 0, ge=0)
 
     @property
     def has_validation_data(self) -> bool:
@@ -177,19 +181,21 @@ class OptimizerOptions(ConfigSection):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _make_field(
+    name: str = _make_pydantic_field(
         "A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`. To use your own class, specify its file or "
         "module: `my_optimizers.py:MyOptimizer` or `package.module:MyOptimizer`.",
         "AdamW",
     )
-    lr: float = _make_field("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _make_field("Also apply `weight_decay` to biases and normalization weights.", False)
-    lr_factors: dict[str, float] = _make_field(
+    lr: float = _make_pydantic_field("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _make_pydantic_field(
+        "Also apply `weight_decay` to biases and normalization weights.", False
+    )
+    lr_factors: dict[str, float] = _make_pydantic_field(
         "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
         "matching pattern applies.",
         {},
     )
-    layer_decay: float = _make_field(
+    layer_decay: float = _make_pydantic_field(
         "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
         1.0,
         gt=0,
@@ -201,15 +207,17 @@ class ScheduleOptions(ConfigSection):
     """The learning-rate schedule, with warm-up and decay."""
 
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
-        _make_field("The decay after warm-up.", "constant")
+        _make_pydantic_field("The decay after warm-up.", "constant")
     )
-    warmup: float = _make_field("Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0)
-    min_lr_rate: float = _make_field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
-    cycles: int = _make_field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
-    decay: float = _make_field(
+    warmup: float = _make_pydantic_field(
+        "Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0
+    )
+    min_lr_rate: float = _make_pydantic_field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    cycles: int = _make_pydantic_field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    decay: float = _make_pydantic_field(
         "Steps of the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
     )
-    steps: int | None = _make_field(
+    steps: int | None = _make_pydantic_field(
         "The number of steps after which the learning rate is constant. By default, the number of steps of the run. It "
         "is required to resume a run with another length, if that would change learning rates.",
         None,
@@ -220,25 +228,25 @@ class ScheduleOptions(ConfigSection):
 class PreferenceOptions(ConfigSection):
     """Options of the DPO loss for `task = "preference"`."""
 
-    beta: float = _make_field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
-    label_smoothing: float = _make_field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
+    beta: float = _make_pydantic_field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    label_smoothing: float = _make_pydantic_field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
 class LoraOptions(ConfigSection):
     """LoRA adapters from PEFT. If this table exists, only the adapters are trained."""
 
-    rank: int = _make_field("Rank of the adapters.", 8, ge=1)
-    alpha: float = _make_field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
-    dropout: float = _make_field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
-    target_modules: str | list[str] = _make_field(
+    rank: int = _make_pydantic_field("Rank of the adapters.", 8, ge=1)
+    alpha: float = _make_pydantic_field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
+    dropout: float = _make_pydantic_field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = _make_pydantic_field(
         "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
     )
-    modules_to_save: list[str] | None = _make_field(
+    modules_to_save: list[str] | None = _make_pydantic_field(
         "Names of modules to train in full and save with the adapters.", None
     )
-    use_rslora: bool = _make_field("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
-    use_dora: bool = _make_field("Also train the norm of each row of a weight (DoRA).", False)
-    merge: bool = _make_field(
+    use_rslora: bool = _make_pydantic_field("Multiply the adapters by `alpha / sqrt(rank)` instead (rsLoRA).", False)
+    use_dora: bool = _make_pydantic_field("Also train the norm of each row of a weight (DoRA).", False)
+    merge: bool = _make_pydantic_field(
         "Merge the adapters into the exported model, instead of exporting only the adapters.", False
     )
 
@@ -246,19 +254,21 @@ class LoraOptions(ConfigSection):
 class TrainingOptions(ConfigSection):
     """The length of the run, the validation interval, and whether the trained model is exported."""
 
-    steps: int | None = _make_field("Number of optimizer steps.", None, ge=1)
-    epochs: float | None = _make_field(
+    steps: int | None = _make_pydantic_field("Number of optimizer steps.", None, ge=1)
+    epochs: float | None = _make_pydantic_field(
         "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
     )
-    validate_every: int | None = _make_field("Number of steps between validations. By default, one epoch.", None, ge=1)
-    export: bool = _make_field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
+    validate_every: int | None = _make_pydantic_field(
+        "Number of steps between validations. By default, one epoch.", None, ge=1
+    )
+    export: bool = _make_pydantic_field("Export the trained model to `folder/model`, for `from_pretrained`.", False)
 
 
 class TrainConfig(ConfigSection):
     """Complete configuration of a training run."""
 
-    folder: str = _make_field("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _make_field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
+    folder: str = _make_pydantic_field("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _make_pydantic_field("Seed for the weights, the data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelOptions
     data: DataOptions
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -267,7 +277,7 @@ class TrainConfig(ConfigSection):
     training: TrainingOptions = TrainingOptions()
     preference: PreferenceOptions = PreferenceOptions()
     lora: LoraOptions | None = None
-    hooks: dict[str, bool | dict[str, Any]] = _make_field(
+    hooks: dict[str, bool | dict[str, Any]] = _make_pydantic_field(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file or module, "
         'and its class: `"my_hooks.py:MyHook" = true` or `"package.module:MyHook" = true`.',
@@ -324,7 +334,7 @@ class TrainConfig(ConfigSection):
 
     def _check_no_unused_keys(self) -> None:
         """Raise ConfigError if a key is set but has no effect with the other settings."""
-        conditions = _get_key_conditions(self)
+        conditions = _get_optional_key_conditions(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
             tables: BaseModel = getattr(self, table)
@@ -343,7 +353,7 @@ class TrainConfig(ConfigSection):
         return Path(self.folder)
 
 
-def _get_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+def _get_optional_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Return, for each optional key, whether the run uses it and which setting it requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", count_ranks_on_axis(layout.tensor, "tensor")
@@ -466,10 +476,10 @@ def load_train_config(config_path: str | Path, overrides: Sequence[str] = ()) ->
         ) from error
     for change in overrides:
         apply_config_override(tables, change)
-    return parse_config(tables, str(config_path))
+    return parse_train_config(tables, str(config_path))
 
 
-def parse_config(config_dict: dict[str, Any], source_name: str) -> TrainConfig:
+def parse_train_config(config_dict: dict[str, Any], source_name: str) -> TrainConfig:
     """Validate the tables of a run configuration, and return a ``TrainConfig``. Errors mention ``source_name``."""
     try:
         return TrainConfig.model_validate(_rename_deprecated_keys(config_dict))

@@ -91,14 +91,14 @@ def _extract_prompt_and_answer(row: Mapping[str, Any], field_names: tuple[str, s
     prompt, answer = (row[name] for name in field_names)
     if isinstance(prompt, (list, tuple)):
         return _add_system_message(
-            [*_normalize_messages(prompt, field_names[0]), *_to_answer_messages(answer, field_names[1])], row
+            [*_normalize_messages(prompt, field_names[0]), *_convert_answer_to_messages(answer, field_names[1])], row
         )
     context = row.get(CONTEXT) if field_names[0] == "instruction" else None
     prompt = f"{prompt}\n\n{context}" if context else prompt
     return _add_system_message(
         [
             *_normalize_messages([{"role": "user", "content": prompt}], field_names[0]),
-            *_to_answer_messages(answer, field_names[1]),
+            *_convert_answer_to_messages(answer, field_names[1]),
         ],
         row,
     )
@@ -128,7 +128,7 @@ def extract_prompt_with_answer(row: Mapping[str, Any], answer_field: str, data_o
         InputError: The row has no such answer.
     """
     prompt, answer = row.get(data_options.prompt or PAIRS[0][0]), row.get(answer_field)
-    messages = [] if answer is None else [*_to_answer_messages(answer, answer_field)]
+    messages = [] if answer is None else [*_convert_answer_to_messages(answer, answer_field)]
     if prompt is not None and messages:
         is_list = isinstance(prompt, (list, tuple))
         messages = [
@@ -166,7 +166,7 @@ def _parse_json_if_valid(maybe_json: Any) -> Any:
     return maybe_json
 
 
-def drop_missing_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def drop_none_fields(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield rows without the None values that the ``datasets`` library inserts for missing fields."""
     return iter(rows) if isinstance(rows, list) else map(_drop_none_values, rows)
 
@@ -177,7 +177,7 @@ def _drop_none_values(nested: Any) -> Any:
     return [_drop_none_values(each) for each in nested] if isinstance(nested, (list, tuple)) else nested
 
 
-def _to_answer_messages(answer: Any, field_name: str) -> list[Message]:
+def _convert_answer_to_messages(answer: Any, field_name: str) -> list[Message]:
     return _normalize_messages(
         answer if isinstance(answer, (list, tuple)) else [{"role": ANSWER, "content": answer}], field_name
     )
@@ -286,7 +286,7 @@ class ConversationTokenizer:
         """Render a conversation as text. If ``add_generation_prompt`` is True, the start of an answer is added."""
         try:
             if self.text_tokenizer.hf_tokenizer is None:
-                compiled = _compile_template(self.chat_template)
+                compiled = _compile_chat_template(self.chat_template)
                 return str(
                     compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
                 )
@@ -302,7 +302,7 @@ class ConversationTokenizer:
                 remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
-    def encode(self, messages: Sequence[Message], **template_kwargs: Any) -> tuple[list[int], list[int]]:
+    def encode_with_labels(self, messages: Sequence[Message], **template_kwargs: Any) -> tuple[list[int], list[int]]:
         """Return the token ids and labels of a conversation. Labels are -100 outside the trained messages.
 
         Args:
@@ -318,8 +318,8 @@ class ConversationTokenizer:
             ids = self.text_tokenizer.encode(text)
             is_trained = [True] * len(ids)
         else:
-            ids, is_trained = self.text_tokenizer.encode_with_span_mask(
-                text, self._find_answer_spans(messages, text, template_kwargs)
+            ids, is_trained = self.text_tokenizer.encode_and_mark_tokens_in_spans(
+                text, self._find_answer_char_spans(messages, text, template_kwargs)
             )
         if self.chat_template == NONE and self.text_tokenizer.eos_token_id is not None:
             ids, is_trained = [*ids, self.text_tokenizer.eos_token_id], [*is_trained, True]
@@ -355,7 +355,7 @@ class ConversationTokenizer:
             )
         self.checked.add(key)
 
-    def _find_answer_spans(
+    def _find_answer_char_spans(
         self, messages: Sequence[Message], text: str, template_kwargs: dict[str, Any]
     ) -> list[tuple[int, int]]:
         """Return the character spans of the answers in a rendered conversation, including their end markers."""
@@ -397,7 +397,7 @@ def _load_chat_template(name_or_path: str | None) -> str | None:
 
 
 @cache
-def _compile_template(template_source: str) -> Any:
+def _compile_chat_template(template_source: str) -> Any:
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -418,9 +418,9 @@ def encode_conversations(
         InputError: No row has a label.
     """
     has_any = False
-    for number, row in enumerate(drop_missing_fields(rows), start=1):
+    for number, row in enumerate(drop_none_fields(rows), start=1):
         try:
-            ids, labels = conversation_tokenizer.encode(
+            ids, labels = conversation_tokenizer.encode_with_labels(
                 extract_messages(row, data_options), **get_chat_template_kwargs(row)
             )
         except InputError as error:

@@ -200,7 +200,7 @@ class TokenClassificationDataset(Dataset[dict[str, Any]]):
         return len(self.words)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        ids, words = self.tokenizer.encode_words(self.words[index], self.max_length)
+        ids, words = self.tokenizer.encode_words_with_indices(self.words[index], self.max_length)
         before = [None, *words[:-1]]
         labels = [
             IGNORED if word is None or word == previous else self.labels[index][word]

@@ -160,10 +160,10 @@ class _MemoryEstimator:
         self._shapes: dict[tuple[int, int], dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
         self.description = self.why_untraced = ""
 
-    def estimate_rank_memory(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemoryEstimate:
-        """Estimate the memory of the rank with the mesh coordinates ``coords``. Estimate earlier stages first."""
+    def estimate_rank_memory(self, layout: ParallelConfig, mesh_coords: dict[str, int]) -> RankMemoryEstimate:
+        """Estimate the memory of the rank with the mesh coordinates ``mesh_coords``. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
-        context = reshape_tensor_axis(make_fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
+        context = reshape_tensor_axis(make_fake_context(mesh_coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), enable_fake_tensors():
             unsharded = build_model(self._config, self._data, self._saved, lazy_init=False)
             unsharded = freeze_and_add_lora(self._config, unsharded)
@@ -181,16 +181,16 @@ class _MemoryEstimator:
         batch_size = self._config.data.batch_size
         batch_size = min(batch_size, self._data.num_samples or batch_size)
         samples = self._data.get_first_samples(max(-(-batch_size // sizes["data"]), 1))
-        step_dtype = MixedPrecision.from_value(layout.precision).dtype or torch.float32
+        step_dtype = MixedPrecision.from_value(layout.precision).param_dtype or torch.float32
         with torch.random.fork_rng(devices=[]), enable_fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy_init=False, dtype=step_dtype)
             unsharded = freeze_and_add_lora(self._config, unsharded)
             model = shard_model(unsharded, config=layout.make_shard_config(context)).train()
             batch = fake((self._data.collate_fn or collate_samples)(samples))
-            shapes = self._shapes.setdefault((layout.pipe, coords["tensor"]), {})
+            shapes = self._shapes.setdefault((layout.pipe, mesh_coords["tensor"]), {})
             step, why_untraced = _trace_peak_memory(model, layout, self._data, batch, shapes)
         self.why_untraced = self.why_untraced or why_untraced
-        return RankMemoryEstimate(coords, persistent, step)
+        return RankMemoryEstimate(mesh_coords, persistent, step)
 
 
 def _trace_peak_memory(

@@ -45,16 +45,16 @@ from shardformer.train_command.preference import (
 )
 from shardformer.train_command.read_rows import (
     DatasetRows,
-    get_column,
+    convert_image_to_path_or_pil,
+    get_column_values,
     get_data_source_names,
     get_label_column,
     get_number_column,
     get_text_column,
     get_word_list_column,
     infer_data_format,
-    mix_streams,
+    interleave_streams,
     read_data_sources,
-    to_image_source,
 )
 from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
 from shardformer.training.sample_order import get_length_or_none
@@ -124,7 +124,7 @@ class TrainingData:
         )
 
 
-def load_data(
+def load_training_data(
     config: TrainConfig, image_size: int | None = None, model_class_names: Sequence[str] = ()
 ) -> TrainingData:
     """Load the training and validation data that a run configuration specifies.
@@ -155,7 +155,7 @@ def load_data(
     rows = read_data_sources(config, is_validation=False)
     classes = _find_label_classes(config, rows, model_class_names) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
-    train = _mix_datasets(config, [builder.build_dataset(each, False) for each in rows])
+    train = _mix_datasets_by_weight(config, [builder.build_dataset(each, False) for each in rows])
     validation = _load_validation_data(config, builder)
     is_padded = tokens is not None and not isinstance(train, TokenBlockDataset)
     is_preference = model.task == "preference"
@@ -204,13 +204,13 @@ def should_add_end_token(config: TrainConfig) -> bool:
     return is_row or task in ("classification", "multi_label_classification", "regression")
 
 
-def _mix_datasets(config: TrainConfig, datasets: list[Any]) -> Any:
+def _mix_datasets_by_weight(config: TrainConfig, datasets: list[Any]) -> Any:
     weights = config.data.weights
     if weights is None:
         return datasets[0]
     if get_length_or_none(datasets[0]) is None:
         return StreamedDataset(
-            mix_streams([source.rows for source in datasets], weights, config.seed), datasets[0].make
+            interleave_streams([source.rows for source in datasets], weights, config.seed), datasets[0].make
         )
     return MixedDataset(datasets, weights)
 
@@ -268,14 +268,14 @@ class _DatasetBuilder:
         """Convert rows of the training or validation data to a data set of samples."""
         data, task = self.config.data, self.config.model.task
         if self.transform is not None:
-            images = [to_image_source(each) for each in get_column(rows, data.image)]
+            images = [convert_image_to_path_or_pil(each) for each in get_column_values(rows, data.image)]
             return ImageDataset(images, self._get_class_indices(rows, is_validation), self.transform)
         assert self.tokenizer is not None
         if data.streaming:
             return self._build_streamed_dataset(rows, self.tokenizer)
         if task == "preference":
             preferences = build_preference_dataset(rows, data, self._make_conversation_tokenizer(self.tokenizer))
-            self._count_skipped_rows(preferences, rows)
+            self._record_num_skipped_rows(preferences, rows)
             self.preference_datasets.append(preferences)
             return preferences
         is_text = infer_data_format(data, get_data_source_names(data, is_validation=is_validation)) == "text"
@@ -315,7 +315,7 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
             samples = list(encode_conversations(rows, data, self._make_conversation_tokenizer(tokenizer)))
-            self._count_skipped_rows(samples, rows)
+            self._record_num_skipped_rows(samples, rows)
         elif data.packing:
             samples = _tokenize_and_split_texts(
                 get_text_column(rows, data.text, "data.text"), tokenizer, data.sequence_length
@@ -329,7 +329,7 @@ class _DatasetBuilder:
         self.chat_template = chat.chat_template
         return chat
 
-    def _count_skipped_rows(self, samples: Sized, rows: DatasetRows) -> None:
+    def _record_num_skipped_rows(self, samples: Sized, rows: DatasetRows) -> None:
         self.num_skipped += len(rows) - len(samples)
         self.num_rows += len(rows)
 
@@ -360,7 +360,9 @@ class _DatasetBuilder:
             raise InputError(f"The data {names} contains no rows.", remedy="Set data.train to data that contains rows.")
         make: Callable[[Iterable[Mapping[str, Any]]], Iterable[Any]]
         if task == "causal" and is_conversation(first, data):
-            make = partial(_stream_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer))
+            make = partial(
+                _stream_tokenized_conversations, data=data, chat=self._make_conversation_tokenizer(tokenizer)
+            )
         else:
             get_text_column([first], data.text, "data.text")
             make = partial(
@@ -370,7 +372,9 @@ class _DatasetBuilder:
         return StreamedDataset(shuffled, make)
 
 
-def _stream_conversations(rows: Iterable[Mapping[str, Any]], *, data: DataOptions, chat: ConversationTokenizer) -> Any:
+def _stream_tokenized_conversations(
+    rows: Iterable[Mapping[str, Any]], *, data: DataOptions, chat: ConversationTokenizer
+) -> Any:
     for sample in encode_conversations(rows, data, chat):
         yield TokenizedDataset([sample])[0]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardformer.errors import ConfigError, get_first_message_line, suggest_similar_names
 from shardformer.train_command.config_schema import TrainConfig, suggest_trust_remote_code
 from shardformer.train_command.load_data import TrainingData
-from shardformer.transformers_compat import load_transformers
+from shardformer.transformers_compat import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,19 +37,19 @@ def load_model_config(config: TrainConfig, default_fields: Fields | None = None)
     fields, so their values are kept unless the class rejects the combination. ``default_fields`` contains values for
     fields that the run does not set.
     """
-    model_config, saved = _load_saved_config(config)
+    model_config, saved = _load_config_and_saved_fields(config)
     for name, value in config.model.config.items():
         if name in DECIDED_BY:
             rule, remedy = DECIDED_BY[name]
             raise ConfigError(f"model.config must not set {name} = {value!r:.60}.", rule=rule, remedy=remedy)
     _check_fields_exist(model_config, config.model.config)
     fields = _add_default_fields(model_config, config.model.config, default_fields or {})
-    return _build_config(config, model_config, saved, fields) if fields else model_config
+    return _build_model_config(config, model_config, saved, fields) if fields else model_config
 
 
-def _load_saved_config(config: TrainConfig) -> tuple[PreTrainedConfig, Fields]:
+def _load_config_and_saved_fields(config: TrainConfig) -> tuple[PreTrainedConfig, Fields]:
     """Return the config of the model and the fields of its config.json, or {} if it has no config.json."""
-    transformers = load_transformers()
+    transformers = import_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
         if random and name in transformers.CONFIG_MAPPING:
@@ -109,7 +109,7 @@ def _check_fields_exist(model_config: PreTrainedConfig, fields: Fields, config_p
 
 def _get_config_for_model_type(nested_config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
     """Return ``nested_config``, or a new config if the fields in ``fields`` set a different ``model_type``."""
-    transformers = load_transformers()
+    transformers = import_transformers()
     model_type = fields.get("model_type", nested_config.model_type)
     other = model_type != nested_config.model_type and model_type in transformers.CONFIG_MAPPING
     return transformers.AutoConfig.for_model(model_type) if other else nested_config
@@ -128,21 +128,23 @@ def _add_default_fields(model_config: PreTrainedConfig, run_fields: Fields, defa
     return fields
 
 
-def _merge_fields(model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields) -> dict[str, Any]:
+def _merge_config_fields(
+    model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
+) -> dict[str, Any]:
     """Merge changed fields into the saved fields of a model config, and replace aliases by the actual field names."""
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved_fields.items()}
     for name, value in changed_fields.items():
         part, before = _get_nested_config(model_config, name), merged.get(alias.get(name, name))
         if isinstance(value, Mapping) and part is not None and _get_config_for_model_type(part, value) is part:
-            value = _merge_fields(part, before if isinstance(before, Mapping) else {}, value)
+            value = _merge_config_fields(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in changed_fields and len(merged.get("id2label") or {}) != changed_fields["num_labels"]:
         merged.pop("id2label", None), merged.pop("label2id", None)  # names of other classes
     return merged
 
 
-def _build_config(
+def _build_model_config(
     config: TrainConfig, model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
 ) -> PreTrainedConfig:
     """Build a copy of a model config with changed fields, or raise ConfigError if the config class rejects them.
@@ -153,7 +155,7 @@ def _build_config(
     """
     config_class, merged = (
         type(model_config),
-        _merge_fields(model_config, saved_fields, changed_fields) if saved_fields else changed_fields,
+        _merge_config_fields(model_config, saved_fields, changed_fields) if saved_fields else changed_fields,
     )
     first_error: Exception | None = None
     for left_out in _iter_fields_to_omit(config_class, model_config, saved_fields, changed_fields):

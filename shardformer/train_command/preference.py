@@ -18,7 +18,7 @@ from shardformer.train_command.conversations import (
     IGNORED,
     ConversationTokenizer,
     TokenizedSample,
-    drop_missing_fields,
+    drop_none_fields,
     extract_prompt_with_answer,
     get_chat_template_kwargs,
 )
@@ -68,11 +68,11 @@ def build_preference_dataset(
     """
     last = replace(conversation_tokenizer, train_on="last")
     pairs = []
-    for number, row in enumerate(drop_missing_fields(rows), start=1):
+    for number, row in enumerate(drop_none_fields(rows), start=1):
         try:
             options = get_chat_template_kwargs(row)
             both = [
-                last.encode(extract_prompt_with_answer(row, field, data_options), **options)
+                last.encode_with_labels(extract_prompt_with_answer(row, field, data_options), **options)
                 for field in (data_options.chosen, data_options.rejected)
             ]
         except InputError as error:
@@ -139,7 +139,7 @@ def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
     return float(len(batch["input_ids"]))
 
 
-def compute_reference_logps(
+def precompute_reference_logps(
     engine: Engine, preference_dataset: PreferenceDataset, collator: PreferenceCollator, batch_size: int
 ) -> None:
     """Compute the reference log-probabilities of all answers, and store them in the data set.

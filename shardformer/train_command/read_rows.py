@@ -114,10 +114,10 @@ def _read_rows(config: TrainConfig, source_names: Sequence[str], is_validation: 
         return _read_json_rows(source_names)
     if data_format == "csv" and not data.streaming:
         rows = [row for name in source_names for row in _read_csv_rows(name, data.delimiter)]
-        return _convert_column_to_numbers(rows, data.label, float if task == "regression" else int)
+        return _try_convert_column_to_numbers(rows, data.label, float if task == "regression" else int)
     split = data.validation_split or data.split if is_validation and data.validation_fraction is None else data.split
     if data_format == "datasets":
-        return _load_dataset(data, source_names, split)
+        return _load_hugging_face_dataset(data, source_names, split)
     return _load_data_files(data, data_format, source_names)
 
 
@@ -196,79 +196,81 @@ def _read_text_file(file_path: str) -> str:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
-            f"The file {file_path!r} cannot be read: {reason}.", remedy=_suggest_path(Path(file_path))
+            f"The file {file_path!r} cannot be read: {reason}.", remedy=_suggest_similar_path(Path(file_path))
         ) from error
 
 
-def _suggest_path(path: Path) -> str:
+def _suggest_similar_path(path: Path) -> str:
     near = suggest_similar_names(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
     return near if near.startswith("Did") else "Correct the path"
 
 
-def get_column(rows: DatasetRows, column: str) -> list[Any]:
+def get_column_values(rows: DatasetRows, column_name: str) -> list[Any]:
     """Return the value of a field in each row, or raise InputError if a row does not have the field."""
     for index, row in enumerate(rows):
-        if row.get(column) is None:
-            if column in row:
-                what = f"The field {column!r} is null in row {index + 1} of the data."
+        if row.get(column_name) is None:
+            if column_name in row:
+                what = f"The field {column_name!r} is null in row {index + 1} of the data."
                 raise InputError(what, remedy="Correct or remove that row.")
-            remedy = suggest_similar_names(column, map(str, row))
-            raise InputError(f"Row {index + 1} of the data has no field {column!r}.", remedy=remedy)
-    return [row[column] for row in rows]
+            remedy = suggest_similar_names(column_name, map(str, row))
+            raise InputError(f"Row {index + 1} of the data has no field {column_name!r}.", remedy=remedy)
+    return [row[column_name] for row in rows]
 
 
-def get_text_column(rows: DatasetRows, column: str, config_key: str) -> list[str]:
+def get_text_column(rows: DatasetRows, column_name: str, config_key: str) -> list[str]:
     """Return the value of a text field in each row, or raise InputError if a value is not a string.
 
     ``config_key`` is the configuration key that selects the field. The error mentions it.
     """
-    values = get_column(rows, column)
+    values = get_column_values(rows, column_name)
     for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
-                f"The field {column!r} must be a string, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column_name!r} must be a string, but row {index + 1} of the data has {value!r:.60}.",
                 remedy=f"Convert the values to strings, or set {config_key} to another field.",
             )
     return values
 
 
-def get_number_column(rows: DatasetRows, column: str, config_key: str) -> list[float]:
+def get_number_column(rows: DatasetRows, column_name: str, config_key: str) -> list[float]:
     """Return the value of a numeric field in each row, or raise InputError if a value is not a finite number."""
-    values = get_column(rows, column)
+    values = get_column_values(rows, column_name)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise InputError(
-                f"The field {column!r} must be a finite number, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column_name!r} must be a finite number, but row {index + 1} of the data has "
+                f"{value!r:.60}.",
                 remedy=f"Correct the data, or set {config_key} to another field.",
             )
     return [float(value) for value in values]
 
 
-def get_word_list_column(rows: DatasetRows, column: str, config_key: str) -> list[list[str]]:
+def get_word_list_column(rows: DatasetRows, column_name: str, config_key: str) -> list[list[str]]:
     """Return the list of words in each row, or raise InputError if a value is not a list of words."""
-    values = get_column(rows, column)
+    values = get_column_values(rows, column_name)
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
             raise InputError(
-                f"The field {column!r} must be a list of words, but row {index + 1} of the data has {value!r:.60}.",
+                f"The field {column_name!r} must be a list of words, but row {index + 1} of the data has "
+                f"{value!r:.60}.",
                 remedy=f"Set {config_key} to the field that contains the words, such as 'tokens'.",
             )
     return [list(value) for value in values]
 
 
-def get_label_column(rows: DatasetRows, column: str) -> tuple[list[Any], list[str]]:
+def get_label_column(rows: DatasetRows, column_name: str) -> tuple[list[Any], list[str]]:
     """Return the label of each row, and the class names if the data set defines them with ``ClassLabel``.
 
     Labels of the type ``ClassLabel``, or lists of such labels, are returned as class names.
     """
-    labels = get_column(rows, column)
+    labels = get_column_values(rows, column_name)
     if "" in labels:
         number = labels.index("") + 1
         raise InputError(
-            f"The label in the field {column!r} is empty in row {number} of the data.",
+            f"The label in the field {column_name!r} is empty in row {number} of the data.",
             remedy="Correct or remove that row.",
         )
-    feature = (getattr(rows, "features", None) or {}).get(column)
+    feature = (getattr(rows, "features", None) or {}).get(column_name)
     names = getattr(getattr(feature, "feature", feature), "names", None)
     if names is None:
         return labels, []
@@ -313,21 +315,21 @@ def _parse_json_row(file_path: str, line_number: int, line: str) -> Mapping[str,
     return row
 
 
-def _convert_column_to_numbers(rows: list[dict[str, str]], column: str, number_type: type) -> DatasetRows:
+def _try_convert_column_to_numbers(rows: list[dict[str, str]], column_name: str, number_type: type) -> DatasetRows:
     """Convert a field to ``number_type`` in all rows, or return the rows unchanged if a value is not a number."""
     try:
-        return [{**row, column: number_type(row[column])} for row in rows]
+        return [{**row, column_name: number_type(row[column_name])} for row in rows]
     except (KeyError, ValueError):
         return rows
 
 
-def _get_delimiter(file_path: str, delimiter: str | None) -> str:
+def _get_csv_delimiter(file_path: str, delimiter: str | None) -> str:
     return delimiter or ("\t" if file_path.lower().endswith(".tsv") else ",")
 
 
 def _read_csv_rows(file_path: str, delimiter: str | None) -> list[dict[str, str]]:
     """Read a csv file, and return each row as a dict from field names to strings."""
-    separator = _get_delimiter(file_path, delimiter)
+    separator = _get_csv_delimiter(file_path, delimiter)
     csv.field_size_limit(2**30)
     lines = io.StringIO(_read_text_file(file_path), newline="")
     if separator == "\t":  # quotes are part of the text, as in most data sets
@@ -356,7 +358,7 @@ def _read_csv_rows(file_path: str, delimiter: str | None) -> list[dict[str, str]
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def _load_dataset(data_options: DataOptions, dataset_names: Sequence[str], split: str) -> DatasetRows:
+def _load_hugging_face_dataset(data_options: DataOptions, dataset_names: Sequence[str], split: str) -> DatasetRows:
     """Load a Hugging Face data set from the hub, or from a folder that ``save_to_disk`` wrote."""
     datasets = _import_datasets_library("data.format = 'datasets'", dataset_names)
     if len(dataset_names) > 1:
@@ -391,10 +393,10 @@ def _load_data_files(data_options: DataOptions, data_format: str, file_paths: Se
     datasets = _import_datasets_library(f"The format {data_format!r}", file_paths)
     missing = next((name for name in file_paths if "://" not in name and not Path(name).is_file()), None)
     if missing is not None:
-        raise InputError(f"The file {missing!r} does not exist.", remedy=_suggest_path(Path(missing)))
+        raise InputError(f"The file {missing!r} does not exist.", remedy=_suggest_similar_path(Path(missing)))
     options = dict(data_options.options)
     if data_format == "csv":
-        separator = _get_delimiter(file_paths[0], data_options.delimiter)
+        separator = _get_csv_delimiter(file_paths[0], data_options.delimiter)
         options |= {"sep": separator, **({"quoting": csv.QUOTE_NONE} if separator == "\t" else {})}
     builder = {"jsonl": "json"}.get(data_format, data_format)
     try:
@@ -402,7 +404,7 @@ def _load_data_files(data_options: DataOptions, data_format: str, file_paths: Se
             builder, data_files=list(file_paths), split="train", streaming=data_options.streaming, **options
         )
         if data_options.streaming:
-            rows = _CheckedStream(rows, file_paths, data_format)
+            rows = _RowStreamRaisingInputError(rows, file_paths, data_format)
             next(iter(rows), None)
     except InputError:
         raise
@@ -424,7 +426,7 @@ def _make_unreadable_data_error(source_names: Sequence[str], data_format: str, e
 
 
 @dataclass
-class _CheckedStream:
+class _RowStreamRaisingInputError:
     """Stream of rows that raises InputError if the ``datasets`` library cannot read a row."""
 
     rows: Any
@@ -437,7 +439,7 @@ class _CheckedStream:
         except Exception as error:
             raise _make_unreadable_data_error(self.source_names, self.data_format, error) from error
 
-    def shuffle(self, seed: int) -> _CheckedStream:
+    def shuffle(self, seed: int) -> _RowStreamRaisingInputError:
         return replace(self, rows=self.rows.shuffle(seed=seed))
 
     def set_epoch(self, epoch: int) -> None:
@@ -460,7 +462,7 @@ def _check_has_rows(rows: Any, source_description: str, config_key: str) -> None
         )
 
 
-def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
+def interleave_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
     """Mix several streams by drawing each row from a random stream, with probabilities proportional to ``weights``."""
     import datasets
 
@@ -474,7 +476,7 @@ def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed
     return mixed
 
 
-def to_image_source(image: Any) -> Any:
+def convert_image_to_path_or_pil(image: Any) -> Any:
     """Convert a file name to a path, and return a PIL image unchanged. Raises InputError for other types."""
     if isinstance(image, str):
         return Path(image).expanduser()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from shardformer.checkpoint.directory import get_step_folder
+from shardformer.checkpoint.directory import get_checkpoint_folder
 from shardformer.checkpoint.retention import list_checkpoints_with_save_times
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
@@ -30,9 +30,9 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import NOTES, LazyInit
 from shardformer.train_command.build import (
     build_hooks,
+    build_lr_scheduler_factory,
     build_model,
     build_optimizer_factory,
-    build_scheduler_factory,
     count_steps_per_epoch,
     count_training_steps,
     count_warmup_steps,
@@ -41,9 +41,9 @@ from shardformer.train_command.build import (
     make_lr_lambda,
 )
 from shardformer.train_command.config_schema import ScheduleOptions, TrainConfig, format_toml
-from shardformer.train_command.load_data import TrainingData, load_data
+from shardformer.train_command.load_data import TrainingData, load_training_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
-from shardformer.train_command.preference import PreferenceCollator, compute_reference_logps
+from shardformer.train_command.preference import PreferenceCollator, precompute_reference_logps
 from shardformer.train_command.read_rows import compute_file_checksums
 from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -148,7 +148,7 @@ class RunSummaryPrinter(Hook):
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else context.device.type
         hosts, count = len(set(context.grid.hosts)), len(context.grid.ranks)
         where = f"{count} process{'es' * (count > 1)} on {name}" + (f" of {hosts} hosts" if hosts > 1 else "")
-        print_rows(
+        print_labeled_rows(
             create_rich_console(), self._summary.format_rows(describe_layout(self._layout, context.sizes, where))
         )
 
@@ -161,7 +161,7 @@ def describe_layout(layout: ParallelConfig, axis_sizes: Mapping[str, int], devic
     return ", ".join([*named, device_description])
 
 
-def print_rows(console: Console, labeled_rows: Iterable[tuple[str, str]]) -> None:
+def print_labeled_rows(console: Console, labeled_rows: Iterable[tuple[str, str]]) -> None:
     """Print each text after its label. In a terminal, wrap the texts to its width."""
     from rich.text import Text
 
@@ -183,7 +183,7 @@ def print_run_footer(config: TrainConfig, trainer: Trainer) -> None:
     step = trainer.step if hook is None else hook.trained_steps
     is_best = hook is not None and hook.loads_best and hook.best_step is not None
     if hook is not None and hook.best_step is not None:
-        folder = _relative_to_cwd(get_step_folder(hook.directory, hook.best_step))
+        folder = _relative_to_cwd(get_checkpoint_folder(hook.directory, hook.best_step))
         rows.append(("Best", f"{folder}, {hook.metric} {hook.best_value:.6g}"))
     if config.training.export:
         rows.append(("Model", str(config.output_folder / EXPORT_FOLDER) + ", of the best checkpoint" * is_best))
@@ -199,7 +199,7 @@ def print_run_footer(config: TrainConfig, trainer: Trainer) -> None:
     else:
         text = f"Trained up to step {step} in {format_duration(trainer.seconds)}."
         console.print(text, soft_wrap=True, markup=False)
-    print_rows(console, rows)
+    print_labeled_rows(console, rows)
 
 
 def find_newest_checkpoint(config: TrainConfig) -> Path | None:
@@ -289,8 +289,8 @@ class Resume(Hook):
         changes = dict(_iter_changed_keys(before, self._values))
         for key, (was, now) in changes.items():
             if key.partition(".")[0] in FIXED:
-                keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
-                initial, current = _format_value(was), _format_value(now)
+                keep = f"Remove {key}" if was is None else f"Set {key} = {_format_config_value(was)}"
+                initial, current = _format_config_value(was), _format_config_value(now)
                 raise ConfigError(
                     f"{key} is {current}, but was {initial} when the run in {self._config.folder!r} started.",
                     remedy=f"{keep} to resume this run, or set another folder to start a new run.",
@@ -350,7 +350,7 @@ class Resume(Hook):
 def format_changed_options(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Format changed settings as a table that shows the old and the new value of each option."""
     rows = [("option", "before", "now")]
-    rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
+    rows += [(key, _format_config_value(before), _format_config_value(now)) for key, (before, now) in changes.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
 
@@ -381,7 +381,7 @@ def _set_learning_rates(trainer: TrainerProtocol, lr_lambda: Callable[[int], flo
             group["lr"] = rate * lr_lambda(scheduler.last_epoch)
 
 
-def _format_value(value: Any) -> str:
+def _format_config_value(value: Any) -> str:
     return "not set" if value is None else f"{json.dumps(value):.60}"
 
 
@@ -440,7 +440,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     layout = config.layout.fit_to(get_launcher_world_size()) if is_restart else config.layout
-    trainer, data = build_trainer(config, layout, get_or_create_parallel_context(None, layout))
+    trainer, data = build_trainer_and_data(config, layout, get_or_create_parallel_context(None, layout))
     training = config.training
     if training.export:
         run_on_first_rank(
@@ -514,7 +514,7 @@ def _check_export_folder(config: TrainConfig, export_folder: Path) -> None:
         check_export_directory(export_folder)
 
 
-def build_trainer(
+def build_trainer_and_data(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
     """Load the data of a run configuration, and build the trainer with its engine and hooks."""
@@ -530,7 +530,7 @@ def build_trainer(
         make_optimizer(model),
         data.loss_fn,
         train_data=source,
-        scheduler=build_scheduler_factory(config.schedule, num_steps),
+        scheduler=build_lr_scheduler_factory(config.schedule, num_steps),
         parallel=layout,
         batch_size=batch_size,
         context=context,
@@ -538,7 +538,7 @@ def build_trainer(
         data_options={"seed": config.seed, **data_options},
     )
     for part in data.preference_datasets:  # before a checkpoint is loaded: the reference is the initial model
-        compute_reference_logps(engine, part, cast(PreferenceCollator, data.collate_fn), config.data.batch_size)
+        precompute_reference_logps(engine, part, cast(PreferenceCollator, data.collate_fn), config.data.batch_size)
     return Trainer(engine, [header, *hooks, Resume(config, num_steps, data.chat_template)]), data
 
 
@@ -568,7 +568,7 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     Errors that would otherwise occur in the first step or when the model is exported are raised here.
     """
     saved = load_model_config(config)
-    data = load_data(config, get_image_size(saved), get_class_names(saved))
+    data = load_training_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
     check_attention_fits_task(config, model)
     if config.data.packing or config.model.task == "preference":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardformer.errors import ConfigError, get_first_message_line
 from shardformer.train_command.config_schema import suggest_trust_remote_code
-from shardformer.transformers_compat import load_transformers
+from shardformer.transformers_compat import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class TextTokenizer:
             return {"input_ids": [*joined.encode()[: max_length - 1], PAD_TOKEN]}
         return dict(self.hf_tokenizer(text, text_pair, truncation=True, max_length=max_length))
 
-    def encode_words(self, words: Sequence[str], max_length: int) -> tuple[list[int], list[int | None]]:
+    def encode_words_with_indices(self, words: Sequence[str], max_length: int) -> tuple[list[int], list[int | None]]:
         """Tokenize a list of words, add special tokens, and truncate the result to ``max_length`` tokens.
 
         Returns:
@@ -68,22 +68,24 @@ class TextTokenizer:
         found = self.hf_tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=max_length)
         return found["input_ids"], found.word_ids()
 
-    def encode_with_span_mask(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    def encode_and_mark_tokens_in_spans(
+        self, text: str, character_spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
         """Tokenize a text without special tokens, and mark the tokens that start inside one of the character spans.
 
         Args:
             text: Text.
-            spans: Start and end of each span of characters, in ascending order.
+            character_spans: Start and end of each span of characters, in ascending order.
         """
         if self.hf_tokenizer is None:
-            bounds = [0, *(bound for span in spans for bound in span), len(text)]
+            bounds = [0, *(bound for span in character_spans for bound in span), len(text)]
             pieces = [text[start:end].encode() for start, end in pairwise(bounds)]  # inside a span at odd positions
             ids = [byte for piece in pieces for byte in piece]
             return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
         self._check_is_fast_tokenizer("Training on the answers of conversations")
         found = self.hf_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
-        return found["input_ids"], [any(a <= start < b for a, b in spans) for start in starts]
+        return found["input_ids"], [any(a <= start < b for a, b in character_spans) for start in starts]
 
     def _check_is_fast_tokenizer(self, feature: str) -> None:
         if not getattr(self.hf_tokenizer, "is_fast", False):
@@ -130,7 +132,7 @@ def make_byte_tokenizer(*, add_end_token: bool) -> PreTrainedTokenizerBase:
             single=f"$A {end}", pair=f"$A {letters[0]} $B {end}", special_tokens=[(end, PAD_TOKEN), (letters[0], 0)]
         )
     names = {"pad_token": end, "eos_token": end, "mask_token": mask}
-    return load_transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return import_transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 def load_tokenizer(
@@ -140,7 +142,7 @@ def load_tokenizer(
     if tokenizer_name == BYTES or (tokenizer_name is None and has_random_weights):
         return TextTokenizer()
     source = model_name if tokenizer_name is None else tokenizer_name
-    transformers = load_transformers()
+    transformers = import_transformers()
 
     folder = Path(source)
     files = [folder / name for name in GPT2_FILES]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.checkpoint.directory import find_checkpoints, get_step_folder
+from shardformer.checkpoint.directory import find_checkpoints, get_checkpoint_folder
 from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
@@ -24,9 +24,9 @@ from shardformer.train_command.build import (
     freeze_and_add_lora,
     get_transformers_model_class,
 )
-from shardformer.train_command.config_schema import TrainConfig, apply_config_override, parse_config
+from shardformer.train_command.config_schema import TrainConfig, apply_config_override, parse_train_config
 from shardformer.train_command.datasets import ImageTransform
-from shardformer.train_command.load_data import load_data, should_add_end_token
+from shardformer.train_command.load_data import load_training_data, should_add_end_token
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run import (
     CONFIG_FILE,
@@ -37,13 +37,13 @@ from shardformer.train_command.run import (
     load_data_and_model,
 )
 from shardformer.train_command.tokenizer import load_tokenizer
-from shardformer.training.data_loader import create_data_loader
+from shardformer.training.data_loader import create_data_loader_on_all_ranks
 from shardformer.training.engine import USER_STATE_KEY, Engine
 from shardformer.training.hooks import Checkpoint, Metrics
 from shardformer.training.initialize import initialize
 from shardformer.training.sample_order import get_length_or_none
 from shardformer.training.trainer import HOOKS, Trainer
-from shardformer.transformers_compat import load_transformers
+from shardformer.transformers_compat import import_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 
 
@@ -71,7 +71,7 @@ class SavedModel:
         tables = _remove_none_values(self.run.model_dump())
         for change in overrides:
             apply_config_override(tables, change)
-        return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
+        return replace(self, run=parse_train_config(tables, f"The run {self.name!r}"))
 
     def build_lazy_model(self) -> nn.Module:
         """Build the model without allocating its weights. Raises ConfigError if transformers cannot build it."""
@@ -84,7 +84,7 @@ class SavedModel:
                     self.run.model.trust_remote_code,
                 )
             return freeze_and_add_lora(self.run, model)
-        transformers = load_transformers()
+        transformers = import_transformers()
         config = self.model_config
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         try:
@@ -134,7 +134,7 @@ def find_saved_model(path_or_name: str) -> SavedModel:
         return _find_saved_model_of_checkpoint(path, path_or_name)
     name = str(path) if path.exists() else path_or_name
     try:
-        return SavedModel(name, load_transformers().AutoConfig.from_pretrained(name))
+        return SavedModel(name, import_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         reason = get_first_message_line(error)
         raise ConfigError(
@@ -157,7 +157,7 @@ def _find_saved_model_of_run(run_folder: Path, path_or_name: str) -> SavedModel:
     options = found.run.hooks.get("checkpoint")
     if best is None or not isinstance(options, dict) or options.get("best") != "load":
         return found
-    folder = get_step_folder(checkpoints, best["best_step"] or 0)
+    folder = get_checkpoint_folder(checkpoints, best["best_step"] or 0)
     return replace(found, checkpoint=folder) if folder.is_dir() else found
 
 
@@ -170,9 +170,9 @@ def _find_saved_model_of_checkpoint(checkpoint_folder: Path, path_or_name: str) 
             remedy="If your script saved it, load it with engine.load and call engine.export. If shardformer train "
             "saved it, resume the run to save it again.",
         )
-    run = parse_config(_remove_none_values(json.loads(state["config"])), str(checkpoint))
+    run = parse_train_config(_remove_none_values(json.loads(state["config"])), str(checkpoint))
     fields = json.loads(state[MODEL_KEY])
-    mapping = load_transformers().CONFIG_MAPPING
+    mapping = import_transformers().CONFIG_MAPPING
     kind = mapping[fields["model_type"]] if fields["model_type"] in mapping else type(load_model_config(run))
     return SavedModel(path_or_name, kind.from_dict(fields), checkpoint, run, state.get(TEMPLATE_KEY))
 
@@ -210,7 +210,9 @@ def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
         data, model = load_data_and_model(run)
         engine = initialize(model, None, parallel=run.layout)
     else:
-        data = load_data(run, get_image_size(saved_model.model_config), get_class_names(saved_model.model_config))
+        data = load_training_data(
+            run, get_image_size(saved_model.model_config), get_class_names(saved_model.model_config)
+        )
         engine = saved_model.load_engine(run.layout)
     hooks = [hook for hook in build_hooks(run) if isinstance(hook, Metrics)]
     if not hooks and run.model.task in ("causal", "masked", "sequence_to_sequence"):
@@ -218,7 +220,7 @@ def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
     elif not hooks and find_spec("sklearn") is not None:
         hooks = [Metrics("mean_squared_error" if run.model.task == "regression" else "accuracy")]
     options = {"batch_size": run.data.batch_size, "shuffle": False, "merge_last": True, "collate_fn": data.collate_fn}
-    validation = create_data_loader(data.validation_dataset, engine.context, **options)
+    validation = create_data_loader_on_all_ranks(data.validation_dataset, engine.context, **options)
     values = Trainer(engine, hooks).evaluate(validation)
     found_values = {name.removeprefix("validation/"): value for name, value in values.items()}
     count = get_length_or_none(data.validation_dataset)  # None for a stream

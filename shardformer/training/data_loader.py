@@ -17,14 +17,14 @@ from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import hash_to_int, run_and_compare_across_ranks
-from shardformer.consistency.training_data import check_same_training_data
+from shardformer.consistency.training_data import check_ranks_have_same_training_data
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import tree_map_only
 from shardformer.training.sample_order import (
     Collate,
-    DataRankPosition,
+    DataParallelPosition,
     IterableDataSource,
     MapStyleDataSource,
     make_data_source,
@@ -149,7 +149,7 @@ class ShardedDataLoader:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        check_same_training_data(settings, self._source.size, self._source.read, self._context)
+        check_ranks_have_same_training_data(settings, self._source.size, self._source.read, self._context)
 
     def get_data_position_hashes(self) -> dict[str, int]:
         """Return hashes of the data position and the last samples, so that ranks can compare them.
@@ -202,7 +202,7 @@ class ShardedDataLoader:
     def set_parallel_context(self, context: ParallelContext) -> None:
         """Shard later batches over the data-parallel ranks of ``context``, after the layout has changed."""
         self.check_num_data_ranks(context.data.size)
-        self._shard, self._context = DataRankPosition(context.data.rank, context.data.size), context
+        self._shard, self._context = DataParallelPosition(context.data.rank, context.data.size), context
 
     def get_example_batch(self) -> Any:
         """Return a batch of the first two samples, or None if the samples cannot be read by their index."""
@@ -254,10 +254,12 @@ class ShardedDataLoader:
             )
 
 
-def create_data_loader(source: Any, context: ParallelContext, **loader_kwargs: Any) -> ShardedDataLoader:
+def create_data_loader_on_all_ranks(
+    dataset_or_loader: Any, context: ParallelContext, **loader_kwargs: Any
+) -> ShardedDataLoader:
     """Create a data loader on each rank, and raise on all ranks if one rank fails or reads different data."""
-    make = partial(ShardedDataLoader, source, context, **loader_kwargs)
-    loader: ShardedDataLoader = run_and_compare_across_ranks(context, make, action="create the data loader")
+    make = partial(ShardedDataLoader, dataset_or_loader, context, **loader_kwargs)
+    loader: ShardedDataLoader = run_and_compare_across_ranks(context, make, action_description="create the data loader")
     loader.check_same_data_on_all_ranks()
     return loader
 
@@ -285,15 +287,17 @@ def make_example_forward_kwargs(
     return dict(zip(in_order, batch, strict=False)) if isinstance(batch, (list, tuple)) else None
 
 
-def _check_option_matches_loader(option_name: str, value: object, default: object, loader_value: object) -> None:
-    if value not in (default, loader_value):
+def _check_option_matches_loader(
+    option_name: str, passed_value: object, default_value: object, loader_value: object
+) -> None:
+    if passed_value not in (default_value, loader_value):
         raise ConfigError(
-            f"{option_name}={value!r} conflicts with {option_name}={loader_value!r} of the DataLoader.",
+            f"{option_name}={passed_value!r} conflicts with {option_name}={loader_value!r} of the DataLoader.",
             remedy=f"Pass {option_name} only to the DataLoader.",
         )
 
 
-def to_forward_kwargs(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
+def batch_to_forward_kwargs(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
     """Convert a batch to a dict of keyword arguments for ``model.forward``.
 
     A sequence contains positional arguments, or one dict of arguments by name. If ``has_target`` is True, the target of
@@ -347,7 +351,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def wrap_loss_fn(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+def wrap_loss_fn_for_micro_batches(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
     """Wrap a user's loss function so that it can be called with the model output and a micro-batch."""
 
     def wrapped_loss_fn(output: Any, micro_batch: Mapping[str, Any]) -> Any:
@@ -392,7 +396,7 @@ def _collate_values(key: str, values: list[Any]) -> Any:
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
         return torch.tensor(values)
-    values = [_convert_to_tensor(key, value) for value in values]
+    values = [_convert_numbers_to_tensor(key, value) for value in values]
     sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
@@ -404,7 +408,7 @@ def _collate_values(key: str, values: list[Any]) -> Any:
     return torch_data.default_collate(values)
 
 
-def _convert_to_tensor(key: str, value: Any) -> Any:
+def _convert_numbers_to_tensor(key: str, value: Any) -> Any:
     """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
     leaf = value  # the first number in nested lists and arrays, or the first empty list
     while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):

@@ -21,20 +21,25 @@ from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint_with_c
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints_with_save_times
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_can_save, save_checkpoint
-from shardformer.comm.collective_call import check_same_call_and_data, run_on_first_rank, wait_for_all_ranks
+from shardformer.comm.collective_call import check_ranks_agree_on_call_and_data, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import acquire_folder_lock, to_absolute_path
 from shardformer.gradients.clipping import clip_grads_with_norm_, grad_norm
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, eval_mode
-from shardformer.public_names import deprecate_renamed_arguments, deprecate_renamed_parameters
+from shardformer.public_names import deprecate_renamed_arguments, deprecate_renamed_function_arguments
 from shardformer.sharding.describe import count_total_and_local_params, format_summary, format_summary_as_html
 from shardformer.torch_compat import is_true_or_unknown
-from shardformer.training.data_loader import ShardedDataLoader, is_list_of_batches, move_to_device, to_forward_kwargs
+from shardformer.training.data_loader import (
+    ShardedDataLoader,
+    batch_to_forward_kwargs,
+    is_list_of_batches,
+    move_to_device,
+)
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -66,23 +71,23 @@ def unpack_engine_state(loaded_checkpoint: LoadedCheckpoint) -> tuple[int, int, 
     )
 
 
-def acquire_checkpoint_lock(directory: str | os.PathLike[str], lock_owner: object, world: Axis) -> None:
+def acquire_checkpoint_lock(directory: str | os.PathLike[str], lock_owner: object, world_axis: Axis) -> None:
     """Lock a checkpoint folder until the object ``lock_owner`` is deleted, so that no other job saves into the folder.
 
     The first rank takes the lock. If it fails, all ranks raise.
     """
     run_on_first_rank(
-        lambda: acquire_folder_lock(to_absolute_path(directory), lock_owner), world, f"Saving into {directory}"
+        lambda: acquire_folder_lock(to_absolute_path(directory), lock_owner), world_axis, f"Saving into {directory}"
     )
 
 
-def has_checkpoint(directory: str | os.PathLike[str], world: Axis) -> bool:
+def has_checkpoint(directory: str | os.PathLike[str], world_axis: Axis) -> bool:
     """Return whether a folder contains a checkpoint. The first rank looks for it, and all ranks get the same answer."""
     return run_on_first_rank(
         lambda: (
             to_absolute_path(directory).is_dir() and bool(list_checkpoints_with_save_times(to_absolute_path(directory)))
         ),
-        world,
+        world_axis,
         f"Looking into {directory}",
     )
 
@@ -202,7 +207,7 @@ class Engine:
     def _compute_loss(self, batch: Any, caller_name: str, *, force_training: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (force_training or (self.model.training and torch.is_grad_enabled())):
-            check_same_call_and_data(f"{caller_name} in eval mode", self.world)
+            check_ranks_agree_on_call_and_data(f"{caller_name} in eval mode", self.world)
             return self._average_loss_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
             method = "step" if self._is_backward_done else "backward"
@@ -215,7 +220,7 @@ class Engine:
                 "The engine cannot train without an optimizer.",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only.",
             )
-        check_same_call_and_data(
+        check_ranks_agree_on_call_and_data(
             caller_name, self.world, self.data.get_data_position_hashes() if self.has_data else None
         )
         self._notify_listener("before_forward")
@@ -254,17 +259,17 @@ class Engine:
                 "engine.step was called before engine.backward.",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
-        check_same_call_and_data("engine.step", self.world)
-        return self._optimizer_step()
+        check_ranks_agree_on_call_and_data("engine.step", self.world)
+        return self._step_optimizers_and_schedulers()
 
-    def _optimizer_step(self) -> bool:
+    def _step_optimizers_and_schedulers(self) -> bool:
         self._notify_listener("before_optimizer_step")
         is_updated = self._clip_and_step_optimizers()
         self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_updated
         if is_updated and self.scheduler_every == "step":
-            self._step_schedulers()
+            self._step_schedulers_without_metric()
         self._notify_listener("after_optimizer_step")
         return is_updated
 
@@ -274,14 +279,14 @@ class Engine:
         A model in eval mode is trained too, without dropout and without updating the running statistics of norms.
         """
         if not torch.is_grad_enabled():
-            check_same_call_and_data("engine.train_step under torch.no_grad()", self.world)
+            check_ranks_agree_on_call_and_data("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step cannot train under torch.no_grad().",
                 remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch).",
             )
         loss = self._compute_loss(batch, "engine.train_step", force_training=True)
         self.backward(loss)
-        self._optimizer_step()
+        self._step_optimizers_and_schedulers()
         return loss
 
     def evaluate(self, batches: Any) -> Tensor:
@@ -300,9 +305,9 @@ class Engine:
     def _iter_synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and check that all ranks have the same number of batches."""
         for batch in batches:
-            check_same_call_and_data("engine.evaluate with another batch", self.world)
+            check_ranks_agree_on_call_and_data("engine.evaluate with another batch", self.world)
             yield batch
-        check_same_call_and_data("engine.evaluate without another batch", self.world)
+        check_ranks_agree_on_call_and_data("engine.evaluate without another batch", self.world)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """Return the model output for a batch, computed in eval mode and without gradients.
@@ -310,7 +315,7 @@ class Engine:
         All pipeline stages return the output unless ``gather=False``. All ranks of a data-parallel replica must make
         this call; under ZeRO stage 3, all ranks.
         """
-        has_shards = get_metadata(self.model).parameter_owner is not None
+        has_shards = get_sharding_metadata(self.model).parameter_owner is not None
         wait_for_all_ranks(
             "engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards)
         )
@@ -333,7 +338,9 @@ class Engine:
     def _prepare_batch(self, batch: Any) -> Any:
         if is_list_of_batches(batch):
             return [self._prepare_batch(each) for each in batch]
-        return move_to_device(to_forward_kwargs(batch, self.model, has_target=self._has_target), self.context.device)
+        return move_to_device(
+            batch_to_forward_kwargs(batch, self.model, has_target=self._has_target), self.context.device
+        )
 
     def _average_loss_over_data_ranks(self, loss: Tensor) -> Tensor:
         """Average the loss over the data-parallel ranks if the option ``average_loss_over`` is "ranks"."""
@@ -349,14 +356,14 @@ class Engine:
             zero.step()
             self.grad_norm, is_updated = zero.grad_norm, zero.skipped == before
         else:
-            is_updated = self._clip_grad_norm()
+            is_updated = self._clip_gradients_and_check_finite()
             for optimizer in self.optimizers if is_updated else ():
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return is_updated
 
-    def _clip_grad_norm(self) -> bool:
+    def _clip_gradients_and_check_finite(self) -> bool:
         """Clip the gradients. Return False if they are not finite and the weight update must be skipped."""
         config = self.parallel
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
@@ -389,14 +396,14 @@ class Engine:
         scheduler = self.scheduler
         return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
-    def _step_schedulers(self) -> None:
+    def _step_schedulers_without_metric(self) -> None:
         for scheduler in self.schedulers:
             if not requires_metric(scheduler):
                 scheduler.step()
 
     def _step_epoch_schedulers(self) -> None:
         if self.scheduler_every == "epoch":
-            self._step_schedulers()
+            self._step_schedulers_without_metric()
 
     def _notify_listener(self, event_name: str) -> None:
         if self.listener is not None:
@@ -437,7 +444,7 @@ class Engine:
         """Whether this process is the first rank, which writes logs and shared files."""
         return self.world.rank == 0
 
-    @deprecate_renamed_parameters({"folder": "directory", "keep": "retention"})
+    @deprecate_renamed_function_arguments({"folder": "directory", "keep": "retention"})
     def save(
         self,
         directory: str | os.PathLike[str],
@@ -488,7 +495,7 @@ class Engine:
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
-    @deprecate_renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_function_arguments({"folder": "directory"})
     def load(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint:
         """Load a checkpoint, which may have been saved under a different parallel layout. See ``load_checkpoint``.
 
@@ -525,7 +532,7 @@ class Engine:
         self.zero_grad()
         return unpack_engine_state(checkpoint)[-1]
 
-    @deprecate_renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_function_arguments({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
         """Load the newest checkpoint in a folder, or return None if the folder contains no checkpoint."""
         wait_for_all_ranks("engine.resume", self.world)
@@ -565,13 +572,13 @@ class Engine:
         """Replace the model, optimizers, pipeline and layout of the engine, and shard its data for the new layout."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
-        if (monitor := get_metadata(model).monitor) is not None:
+        if (monitor := get_sharding_metadata(model).monitor) is not None:
             monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.has_data:
             self.data.set_parallel_context(context)
 
-    @deprecate_renamed_parameters({"folder": "directory"})
+    @deprecate_renamed_function_arguments({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Export the model to a folder, so that ``from_pretrained`` can load it. See ``export_pretrained``."""
         wait_for_all_ranks("engine.export", self.world)

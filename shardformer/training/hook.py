@@ -54,7 +54,7 @@ RENAMED_DIRECTORY = {"folder": "directory"}
 """Earlier name of the argument and attribute of hooks that write files -> its name."""
 
 
-def check_has_validation_data(hook: Hook, trainer: TrainerProtocol) -> None:
+def check_trainer_has_validation_data(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raise ConfigError if a hook requires validation data, but the trainer has none."""
     if not trainer.has_validation:
         raise ConfigError(

@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
-from shardformer.checkpoint.training_state import ModelTensors
+from shardformer.checkpoint.training_state import ModelCheckpointTensors
 from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.packed_weights import check_quantized_model_has_adapters, find_packed_weights
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_is_module, get_metadata
-from shardformer.mesh.init_distributed import get_launcher_env_variable, get_num_slurm_tasks, launch_from_torch
+from shardformer.layout.packed_weights import check_quantized_model_has_adapters, find_quantized_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_is_module, get_sharding_metadata
+from shardformer.mesh.init_distributed import get_launcher_env_variable_name, get_num_slurm_tasks, launch_from_torch
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     get_local_device,
@@ -53,17 +53,17 @@ from shardformer.sharding.compiled_layers import compile_model, get_layer_stack_
 from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled_module
 from shardformer.training.data_loader import (
     ShardedDataLoader,
-    create_data_loader,
+    batch_to_forward_kwargs,
+    create_data_loader_on_all_ranks,
     is_list_of_batches,
-    to_forward_kwargs,
-    wrap_loss_fn,
+    wrap_loss_fn_for_micro_batches,
 )
 from shardformer.training.engine import Engine
 from shardformer.training.user_changes import (
     AttributeSnapshot,
     ItemKey,
-    apply_model_changes,
-    gather_model_changes,
+    apply_user_changes,
+    gather_user_changes,
     take_model_snapshot,
 )
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_optimizers_on_error
@@ -75,7 +75,7 @@ SchedulerArgument = LRScheduler | Sequence[LRScheduler] | Callable[[Optimizer], 
 
 
 @contextmanager
-def _detach_optimizer_params(
+def _detach_params_from_optimizers(
     optimizers: Sequence[Optimizer], model: nn.Module
 ) -> Iterator[Callable[[nn.Module], None]]:
     """Remove a model's parameters from its optimizers, and yield a function that adds the sharded parameters.
@@ -154,7 +154,7 @@ def get_launcher_world_size() -> int:
 
 def get_or_create_parallel_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
-        if dist.is_initialized() or get_launcher_env_variable() is not None:
+        if dist.is_initialized() or get_launcher_env_variable_name() is not None:
             return _add_derived_mesh_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
         context = ParallelContext.from_sizes({}, device=get_local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
@@ -196,9 +196,11 @@ def _shard_model_and_optimizers(
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
-    run_and_compare_across_ranks(context, lambda: lines, lambda lines: lines, action="initialize the engine")
+    run_and_compare_across_ranks(
+        context, lambda: lines, lambda lines: lines, action_description="initialize the engine"
+    )
     plain, compiler = unwrap_compiled_module(model)
-    with _detach_optimizer_params(optimizers, plain) as attach:
+    with _detach_params_from_optimizers(optimizers, plain) as attach:
 
         def finish_sharding(sharded_model: nn.Module) -> None:
             attach(sharded_model)
@@ -224,7 +226,7 @@ def make_pipeline(
         model,
         config.micro_batches,
         micro_batch_size=config.micro_batch_size,
-        loss_fn=wrap_loss_fn(loss_fn) if loss_fn is not None else None,
+        loss_fn=wrap_loss_fn_for_micro_batches(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
         average_loss_over=config.average_loss_over,
         allow_short_batches=True,
@@ -281,10 +283,10 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
             remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint and load it into "
             "a new engine with the new layout.",
         )
-    context = _create_resharded_context(engine.context, config)
+    context = _create_context_for_new_layout(engine.context, config)
     if engine.has_data:
         engine.data.check_num_data_ranks(context.data.size)
-    changes = gather_model_changes(
+    changes = gather_user_changes(
         rebuild_arguments.model_snapshot, engine.model, rebuild_arguments.meta_model, engine.world
     )
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
@@ -303,7 +305,7 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
     ):
         with record_changes_if_lazy(rebuild_arguments.meta_model):
             model = copy.deepcopy(rebuild_arguments.meta_model)
-        apply_model_changes(changes, model)
+        apply_user_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = get_training_modes(model)
@@ -312,7 +314,7 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
             model, [], policy, config, context, make_example_inputs=rebuild_arguments.make_example_inputs
         )
         pipeline = make_pipeline(model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
-        tensors: dict[str, Tensor] = ModelTensors(model).tensors
+        tensors: dict[str, Tensor] = ModelCheckpointTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.param_names_by_group, strict=True):
             detach_zero_optimizer(optimizer)
             optimizer.state.clear()
@@ -322,13 +324,13 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
             optimizers = [shard_optimizer(model, optimizers, **config.get_zero_kwargs())]
         moved = old.load_into(model, optimizers)
     set_training_modes(model, modes)
-    apply_model_changes(changes, rebuild_arguments.meta_model)
+    apply_user_changes(changes, rebuild_arguments.meta_model)
     engine.adopt(model, optimizers, pipeline, config, context)
     rebuild_arguments.take_snapshot(model)
     return moved
 
 
-def _create_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
+def _create_context_for_new_layout(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Create a parallel context with another layout for the same processes."""
     if context.world is None or context.mesh is not None:
         return get_or_create_parallel_context(None, config)
@@ -390,7 +392,7 @@ def initialize(
     optimizers = _normalize_optimizer_argument(optimizer)
     process_grid = get_or_create_parallel_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
-    data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
+    data = None if train_data is None else create_data_loader_on_all_ranks(train_data, process_grid, **options)
     plain, _ = unwrap_compiled_module(model)
     example = partial(_make_example_inputs, data, plain, has_target=loss_fn is not None)
     arguments = EngineRebuildArguments(None, policy, loss_fn, loss_weight, make_example_inputs=example)
@@ -427,7 +429,7 @@ def _make_example_inputs(data_loader: ShardedDataLoader | None, model: nn.Module
     batch = data_loader.get_example_batch() if data_loader is not None else None
     if batch is None or is_list_of_batches(batch):
         return None
-    arguments = to_forward_kwargs(batch, model, has_target=has_target)
+    arguments = batch_to_forward_kwargs(batch, model, has_target=has_target)
     return {name: value for name, value in arguments.items() if name != TARGET_KEY}
 
 
@@ -456,12 +458,12 @@ def _create_sharded_engine(
 ) -> Engine:
     """Shard the model and create the training engine. If one rank fails, all ranks restore the model and raise."""
     plain, _ = unwrap_compiled_module(model)
-    if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
+    if METADATA_ATTRIBUTE not in plain.__dict__ and not find_quantized_weights(plain):
         rebuild_arguments.meta_model = ensure_training_mode(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create_engine(sharded_model: nn.Module) -> None:
-        check_quantized_model_has_adapters(sharded_model, get_metadata(sharded_model).adapters)
+        check_quantized_model_has_adapters(sharded_model, get_sharding_metadata(sharded_model).adapters)
 
         def create_training_objects() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(sharded_model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
@@ -473,7 +475,7 @@ def _create_sharded_engine(
             return pipeline, optimizers, _resolve_scheduler(scheduler, optimizers)
 
         pipeline, optimizers, schedulers = run_and_compare_across_ranks(
-            context, create_training_objects, action="create the pipeline, optimizer and scheduler"
+            context, create_training_objects, action_description="create the pipeline, optimizer and scheduler"
         )
         if must_shard_optimizers(sharded_model, optimizers, config.effective_zero_stage):
             with rollback_optimizers_on_error(optimizers):

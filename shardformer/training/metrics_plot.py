@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardformer.errors import ConfigError, check_names, format_bytes
+from shardformer.errors import ConfigError, check_names_are_known, format_bytes
 from shardformer.pipeline.schedule_chart import check_chart_path, require_matplotlib, write_chart_atomically
 from shardformer.training.metrics_log import (
     MetricsRecord,
@@ -109,7 +109,7 @@ def drop_nonfinite_points(series: Series) -> Series:
     return series[0][keep], series[1][keep]
 
 
-def compute_moving_average(curve_values: NDArray[np.float64]) -> NDArray[np.float64]:
+def compute_centered_moving_average(curve_values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the centered moving average of a curve. The window is shorter near both ends."""
     window = np.ones(min(len(curve_values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
@@ -127,7 +127,7 @@ def get_plot_series(metric_name: str, series: Series) -> Series:
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
     if should_smooth(metric_name, series):
-        shown[good] = compute_moving_average(values[good])
+        shown[good] = compute_centered_moving_average(values[good])
     return steps, shown
 
 
@@ -178,9 +178,9 @@ def compute_max_loss_difference(
     return (max(abs(one[step] - two[step]) / scale[step] for step in common), len(common)) if common else None
 
 
-def describe_loss_differences(runs: Runs) -> list[str]:
+def describe_loss_differences(records_by_run: Runs) -> list[str]:
     """Compare the losses of each run with those of the first run, and describe each comparison in one line."""
-    (first, records), *others = runs.items()
+    (first, records), *others = records_by_run.items()
     found = ((run, compute_max_loss_difference(records, each)) for run, each in others)
     return [
         f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
@@ -232,28 +232,30 @@ def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Fig
     """
     require_matplotlib("plot_metrics")
     found = read_run_metrics(runs)
-    names = None if metrics is None else check_metric_names(metrics, found, "metrics")
+    names = None if metrics is None else check_and_deduplicate_metric_names(metrics, found, "metrics")
     return make_metrics_figure(found, names)
 
 
-def check_metric_names(metric_names: Sequence[str], runs: Runs, argument_name: str) -> list[str]:
+def check_and_deduplicate_metric_names(
+    metric_names: Sequence[str], records_by_run: Runs, argument_name: str
+) -> list[str]:
     """Check that the metrics with these names were recorded, and return the names without duplicates."""
     rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
-    check_names(metric_names, get_metric_names(runs), f"{argument_name} has no metric", rule)
+    check_names_are_known(metric_names, get_metric_names(records_by_run), f"{argument_name} has no metric", rule)
     return list(dict.fromkeys(metric_names))
 
 
-def save_metrics_plot(runs: Runs, output_path: Path, metric_names: Sequence[str] | None = None) -> None:
+def save_metrics_plot(records_by_run: Runs, output_path: Path, metric_names: Sequence[str] | None = None) -> None:
     """Plot the metrics of runs, and save the chart as an .svg or .png file."""
     check_chart_path(output_path)
-    figure = make_metrics_figure(runs, metric_names)
+    figure = make_metrics_figure(records_by_run, metric_names)
     import matplotlib
 
     with matplotlib.rc_context(_STYLE), write_chart_atomically(output_path) as hidden:
         figure.savefig(hidden, dpi=150, metadata={"Date": None} if output_path.suffix.lower() == ".svg" else {})
 
 
-def make_metrics_figure(runs: Runs, metric_names: Sequence[str] | None = None) -> Figure:
+def make_metrics_figure(records_by_run: Runs, metric_names: Sequence[str] | None = None) -> Figure:
     """Plot the metrics of runs, with one panel per metric and the same range of steps in each panel.
 
     Each run has a color, and curves that coincide are drawn as dashes of all their colors. Validation metrics are
@@ -262,12 +264,12 @@ def make_metrics_figure(runs: Runs, metric_names: Sequence[str] | None = None) -
     a value that is not finite.
 
     Args:
-        runs: Records by run name.
+        records_by_run: Records by run name.
         metric_names: Metrics to draw. By default, the metrics that ``get_default_metric_names`` returns are drawn.
     """
-    metric_names = list(metric_names) if metric_names is not None else get_default_metric_names(runs)
+    metric_names = list(metric_names) if metric_names is not None else get_default_metric_names(records_by_run)
     if not metric_names:
-        run_names = ", ".join(runs) or "any run"
+        run_names = ", ".join(records_by_run) or "any run"
         raise ConfigError(
             f"No metrics to plot were found in {run_names}.", remedy="Record at least one metric, such as loss."
         )
@@ -288,10 +290,10 @@ def make_metrics_figure(runs: Runs, metric_names: Sequence[str] | None = None) -
             place = divmod(number + wide - 1, columns)
             cell = grid[0, :wide] if number == 0 else grid[place]
             axes = figure.add_subplot(cell)
-            _draw_panel(axes, runs, name)
-            _draw_layout_changes(axes, runs, show_text=number == 0)
+            _draw_metric_panel(axes, records_by_run, name)
+            _draw_layout_change_lines(axes, records_by_run, show_text=number == 0)
             axes.set_xlabel("step" if number + columns >= len(metric_names) else "", color=_INK)
-        _draw_legend(figure, runs, metric_names)
+        _draw_legend(figure, records_by_run, metric_names)
     vars(figure)["_repr_png_"] = lambda: _render_png(figure)  # notebooks display it without pyplot
     return figure
 
@@ -304,11 +306,14 @@ def _render_png(figure: Figure) -> bytes:
         return file.getvalue()
 
 
-def _draw_panel(axes: Axes, runs: Runs, metric_name: str) -> None:
+def _draw_metric_panel(axes: Axes, records_by_run: Runs, metric_name: str) -> None:
     places = zip(
-        get_curve_overlap_positions(runs, metric_name), get_curve_overlap_positions(runs, VALIDATION + metric_name)
+        get_curve_overlap_positions(records_by_run, metric_name),
+        get_curve_overlap_positions(records_by_run, VALIDATION + metric_name),
     )
-    for color, records, (place, validation_place) in zip(_get_run_colors(len(runs)), runs.values(), places):
+    for color, records, (place, validation_place) in zip(
+        _get_run_colors(len(records_by_run)), records_by_run.values(), places
+    ):
         trained, validated = (
             get_metric_series(records, metric_name),
             get_metric_series(records, VALIDATION + metric_name),
@@ -324,26 +329,26 @@ def _draw_panel(axes: Axes, runs: Runs, metric_name: str) -> None:
                 axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
     both = (metric_name, VALIDATION + metric_name)
     values = np.concatenate(
-        [drop_nonfinite_points(get_metric_series(records, n))[1] for records in runs.values() for n in both]
+        [drop_nonfinite_points(get_metric_series(records, n))[1] for records in records_by_run.values() for n in both]
     )
     if needs_log_scale(metric_name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
     elif len(values) and values.min() >= 0 and (metric_name in FROM_ZERO or np.ptp(values) <= 1e-9 * values.max()):
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
-    only_validation = all(metric_name not in record.values for records in runs.values() for record in records)
+    only_validation = all(metric_name not in record.values for records in records_by_run.values() for record in records)
     axes.set_title(
         f"{get_panel_title(metric_name)} (validation)" if only_validation else get_panel_title(metric_name),
         loc="left",
         fontsize=10,
     )
-    _style_panel_axes(axes, runs, _make_tick_formatter(metric_name, values))
+    _style_panel_axes(axes, records_by_run, _make_tick_formatter(metric_name, values))
     if len(values) == 0:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
 
 
-def _style_panel_axes(axes: Axes, runs: Runs, tick_formatter: Callable[[float, float], str]) -> None:
+def _style_panel_axes(axes: Axes, records_by_run: Runs, tick_formatter: Callable[[float, float], str]) -> None:
     """Set the grid, the tick labels and the range of steps of a panel. All panels have the same range."""
     from matplotlib.ticker import MaxNLocator
 
@@ -355,7 +360,7 @@ def _style_panel_axes(axes: Axes, runs: Runs, tick_formatter: Callable[[float, f
     axes.yaxis.set_major_formatter(tick_formatter)
     axes.xaxis.set_major_formatter(_format_tick_label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    steps = [record.step for records in runs.values() for record in records] or [0]
+    steps = [record.step for records in records_by_run.values() for record in records] or [0]
     first, last = min(steps), max(steps)
     margin = 0.01 * (last - first) or 1
     axes.set_xlim((0 if first <= 0.1 * last else first) - margin, last + margin)
@@ -377,7 +382,7 @@ def _draw_validation_curve(
         axes.plot(steps[best], values[best], "*", **style)
 
 
-def _draw_layout_changes(axes: Axes, runs: Runs, *, show_text: bool) -> None:
+def _draw_layout_change_lines(axes: Axes, runs: Runs, *, show_text: bool) -> None:
     changes = [
         (change, color)
         for color, records in zip(_get_run_colors(len(runs)), runs.values())
@@ -492,7 +497,7 @@ def summarize_runs_for_json(runs: Runs) -> dict[str, Any]:
         recorded = {name: None for record in records for name in record.values}
         metrics = {name: _summarize_metric(records, name) for name in recorded}
         changes = [{"step": change.step, "text": change.text} for change in find_layout_changes(records)]
-        found.append({"run": run, **_get_run_progress(records), "metrics": metrics, "layout_changes": changes})
+        found.append({"run": run, **_get_last_step_and_seconds(records), "metrics": metrics, "layout_changes": changes})
     (first, one), *others = runs.items()
     differences = [
         {"run": run, "other": first, "relative": each[0], "steps": each[1]}
@@ -502,7 +507,7 @@ def summarize_runs_for_json(runs: Runs) -> dict[str, Any]:
     return {"runs": found, "loss_differences": differences}
 
 
-def _get_run_progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
+def _get_last_step_and_seconds(records: Sequence[MetricsRecord]) -> dict[str, Any]:
     return {
         "step": max((record.step for record in records), default=0),
         "seconds": encode_float_for_json(records[-1].seconds if records else 0.0),
@@ -521,7 +526,7 @@ def _summarize_metric(records: Sequence[MetricsRecord], metric_name: str) -> dic
 
 def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
     losses = {name: get_metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
-    progress = _get_run_progress(records)
+    progress = _get_last_step_and_seconds(records)
     cells = {"step": str(progress["step"]), "time": _format_duration(float(progress["seconds"]))}
     for name, values in losses.items():
         shown = name.replace("/", " ")

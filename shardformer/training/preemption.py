@@ -12,10 +12,10 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from shardformer.comm.collective_call import all_gather_ints_and_check_call
+from shardformer.comm.collective_call import all_gather_ints_and_check_same_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
-from shardformer.launcher.shutdown import has_shardformer_launcher, register_graceful_shutdown
+from shardformer.launcher.shutdown import is_launched_by_shardformer, register_graceful_shutdown
 from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook
 
@@ -47,14 +47,14 @@ class HookFailure:
     operation: str
     error: Exception
 
-    def to_exception(self, rank: int) -> ShardFormerError:
+    def to_exception(self, failed_rank: int) -> ShardFormerError:
         error, hook = self.error, self.hook
         if isinstance(error, ShardFormerError):
             text = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
             return type(error)(text, rule=error.rule, remedy=error.remedy)
         source = self.operation if hook is None else f"The hook {type(hook).__name__} ({self.operation})"
         return InputError(
-            f"{source[:1].upper()}{source[1:]} failed on rank {rank}: {type(error).__name__}: {error}.",
+            f"{source[:1].upper()}{source[1:]} failed on rank {failed_rank}: {type(error).__name__}: {error}.",
             remedy="Fix the cause and resume from the last checkpoint.",
         )
 
@@ -77,12 +77,12 @@ class HookSynchronizer:
         self.signal: signal.Signals | None = None
         self._local = self._received = RequestedActions()
 
-    def request_actions(self, **actions: bool) -> None:
-        """Request that all ranks act before the next step, as in ``request_actions(save=True)``."""
+    def request_actions_on_all_ranks(self, **actions: bool) -> None:
+        """Request that all ranks act before the next step, as in ``request_actions_on_all_ranks(save=True)``."""
         self._local = replace(self._local, **actions)
 
-    def record_hook_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
-        self.failure = self.failure or HookFailure(hook, operation, error)
+    def record_hook_failure(self, hook: Hook | None, operation_name: str, error: Exception) -> None:
+        self.failure = self.failure or HookFailure(hook, operation_name, error)
 
     def exchange_requested_actions(self, engine: Engine) -> None:
         """Exchange hook requests and errors between all ranks, and raise if a hook failed. Communicates 5 integers.
@@ -93,7 +93,9 @@ class HookSynchronizer:
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
         failed, *requests = (
             any(column)
-            for column in zip(*all_gather_ints_and_check_call("Trainer.synchronize_ranks", world, local), strict=True)
+            for column in zip(
+                *all_gather_ints_and_check_same_call("Trainer.synchronize_ranks", world, local), strict=True
+            )
         )
         self._local, self._received = RequestedActions(), self._received | RequestedActions(*requests)
         if failed:
@@ -127,10 +129,10 @@ class HookSynchronizer:
             nonlocal received_at, on_child
             if self.signal is None:
                 self.signal, received_at = signal.Signals(signum), time.monotonic()
-                self.request_actions(signal=True)
+                self.request_actions_on_all_ranks(signal=True)
                 # the handler of torch's DataLoader raises an error in the main thread if a data loading process ends
                 on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if not has_shardformer_launcher():
+                if not is_launched_by_shardformer():
                     _restore_signal_handlers()
                 on_signal(self.signal)
             elif time.monotonic() - received_at > REPEATED_SIGNAL_S:
@@ -162,7 +164,7 @@ def _restore_signal_handlers() -> None:
 _SIGNAL_MASK = threading.local()
 
 
-def _block_signals() -> None:
+def _block_sigterm_and_sigint() -> None:
     _SIGNAL_MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -172,4 +174,4 @@ def _unblock_signals() -> None:
 
 # worker pools stop their processes with SIGTERM, which must not arrive before a child has restored its handlers
 os.register_at_fork(after_in_child=_restore_signal_handlers)
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)
+os.register_at_fork(before=_block_sigterm_and_sigint, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

@@ -19,7 +19,7 @@ from shardformer.comm.collective_call import hash_to_int
 from shardformer.consistency.training_data import get_first_and_last_samples, hash_samples
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, rebuild_container, split_batch
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.random_state import (
     EpochSeededRNG,
     fork_rng_with_hashed_seed,
@@ -32,14 +32,14 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class DataRankPosition:
+class DataParallelPosition:
     """Position of a rank among the data-parallel ranks, which determines its shard of each global batch."""
 
     rank: int
     size: int
 
     def get_local_slice(self, num_samples: int) -> slice:
-        bounds = get_even_bounds(num_samples, self.size)
+        bounds = get_even_split_bounds(num_samples, self.size)
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
@@ -55,7 +55,7 @@ class IterableDataSource:
         self.shuffle = self.size = self.read = None  # samples have no index
         self.number = 0  # fingerprint of the last batch
         self.count = None if self.makes_batches else get_length_or_none(source)
-        self._reader: _StreamReader | None = None
+        self._reader: _CountingStreamReader | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -67,15 +67,17 @@ class IterableDataSource:
         epoch: int,
         seed: int,
         batch_size: int | None,
-        rank_position: DataRankPosition,
+        data_parallel_position: DataParallelPosition,
         num_samples_to_skip: int,
         drop_last: bool,
         merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
         """Skip ``num_samples_to_skip`` samples, and yield the size of each later global batch and this rank's shard."""
-        reader = self._get_reader(epoch, seed, num_samples_to_skip)
+        reader = self._get_or_create_reader(epoch, seed, num_samples_to_skip)
         if self._collate is None:
-            for batch, count, part in reader.iter_batches_with_shards(rank_position, num_samples_to_skip):
+            for batch, count, part in reader.iter_batches_with_sizes_and_shards(
+                data_parallel_position, num_samples_to_skip
+            ):
                 self.number = hash_samples(*get_first_and_last_samples(batch))
                 yield count, part
         else:
@@ -85,21 +87,21 @@ class IterableDataSource:
                 if drop_last and len(samples) < batch_size:
                     break
                 if merge_last and not drop_last:
-                    samples += reader.read_rest_if_fewer_than(rank_position.size)
-                check_batch_can_be_sharded(len(samples), rank_position)
-                local_slice = rank_position.get_local_slice(len(samples))
+                    samples += reader.read_rest_if_fewer_than(data_parallel_position.size)
+                check_batch_can_be_sharded(len(samples), data_parallel_position)
+                local_slice = data_parallel_position.get_local_slice(len(samples))
                 self.number = hash_samples(samples[0], samples[-1])
                 with fork_rng_with_hashed_seed(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
                     part = self._collate(samples[local_slice])
                 yield len(samples), part
         self._reader = None
 
-    def _get_reader(self, epoch: int, seed: int, start_sample: int) -> _StreamReader:
+    def _get_or_create_reader(self, epoch: int, seed: int, start_sample: int) -> _CountingStreamReader:
         """Return a new reader for an iterable, or the existing reader for an iterator, which cannot restart."""
         if not isinstance(self._source, Iterator):
-            return _StreamReader(self._source, epoch, seed)
+            return _CountingStreamReader(self._source, epoch, seed)
         if self._reader is None:
-            self._reader = _StreamReader(self._source, epoch, seed)
+            self._reader = _CountingStreamReader(self._source, epoch, seed)
         elif self._reader.count > start_sample:
             raise InputError(
                 f"The iterator {self.name} is at sample {self._reader.count} and cannot go back to sample "
@@ -109,13 +111,13 @@ class IterableDataSource:
         return self._reader
 
 
-class _StreamReader:
+class _CountingStreamReader:
     """Reads a stream from start to end with its own random state, and counts the samples."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
         self._random = EpochSeededRNG(source, epoch, seed)
-        with self._random.activate():
+        with self._random.use_epoch_seed():
             self._iterator: Iterator[Any] = iter(source)
 
     def read(self, num_samples: int) -> list[Any]:
@@ -125,7 +127,7 @@ class _StreamReader:
         return found
 
     def _read_without_counting(self, num_samples: int) -> list[Any]:
-        with self._random.activate():
+        with self._random.use_epoch_seed():
             return list(islice(self._iterator, num_samples))
 
     def read_rest_if_fewer_than(self, num_samples: int) -> list[Any]:
@@ -141,8 +143,8 @@ class _StreamReader:
         while self.count < sample_position and self.read(min(sample_position - self.count, 256)):
             pass
 
-    def iter_batches_with_shards(
-        self, rank_position: DataRankPosition, num_samples_to_skip: int
+    def iter_batches_with_sizes_and_shards(
+        self, data_parallel_position: DataParallelPosition, num_samples_to_skip: int
     ) -> Iterator[tuple[Any, int, Any]]:
         """Yield each global batch from ``num_samples_to_skip`` on, its number of samples, and this rank's shard."""
         while found := self._read_without_counting(1):
@@ -153,9 +155,12 @@ class _StreamReader:
             left = min(self.count - num_samples_to_skip, count)
             if left <= 0:
                 continue
-            check_batch_can_be_sharded(left, rank_position)
-            sizes = [count - left, *(b - a for a, b in pairwise(get_even_bounds(left, rank_position.size)))]
-            part = split_batch(named, sizes)[1 + rank_position.rank]
+            check_batch_can_be_sharded(left, data_parallel_position)
+            sizes = [
+                count - left,
+                *(b - a for a, b in pairwise(get_even_split_bounds(left, data_parallel_position.size))),
+            ]
+            part = split_batch(named, sizes)[1 + data_parallel_position.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
 
@@ -167,11 +172,12 @@ def get_length_or_none(data: Any) -> int | None:
         return None
 
 
-def check_batch_can_be_sharded(num_samples: int, rank_position: DataRankPosition) -> None:
+def check_batch_can_be_sharded(num_samples: int, data_parallel_position: DataParallelPosition) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
-    if num_samples < rank_position.size:
+    if num_samples < data_parallel_position.size:
         raise InputError(
-            f"A batch of {num_samples} samples cannot be split across {rank_position.size} data-parallel ranks.",
+            f"A batch of {num_samples} samples cannot be split across {data_parallel_position.size} data-parallel "
+            "ranks.",
             remedy="Increase batch_size, or drop the last batch with drop_last=True (data.drop_last = true in TOML).",
         )
 
@@ -263,7 +269,7 @@ class MapStyleDataSource:
         epoch: int,
         seed: int,
         split_into_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
-        rank_position: DataRankPosition,
+        rank_position: DataParallelPosition,
         num_samples_to_skip: int,
     ) -> Iterator[tuple[int, Any]]:
         """Yield the size of each global batch from sample ``num_samples_to_skip`` on, and this rank's shard of it.
@@ -303,7 +309,7 @@ class MapStyleDataSource:
 
     def _get_sample_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
-            with EpochSeededRNG(self._sampler, epoch, seed).activate():
+            with EpochSeededRNG(self._sampler, epoch, seed).use_epoch_seed():
                 found = list(self._sampler)
             plain = _to_python_index
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]

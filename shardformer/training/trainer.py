@@ -18,7 +18,7 @@ from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import ensure_training_mode, get_training_modes, set_training_modes
 from shardformer.sharding.describe import format_summary, format_summary_as_html
-from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_list_of_batches
+from shardformer.training.data_loader import ShardedDataLoader, create_data_loader_on_all_ranks, is_list_of_batches
 from shardformer.training.engine import Engine, requires_metric
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
@@ -87,12 +87,12 @@ class Trainer:
         self._started_at = time.perf_counter()
 
     def __repr__(self) -> str:
-        return format_summary(*self._get_summary_table())
+        return format_summary(*self._get_summary_title_and_rows())
 
     def _repr_html_(self) -> str:
-        return format_summary_as_html(*self._get_summary_table())
+        return format_summary_as_html(*self._get_summary_title_and_rows())
 
-    def _get_summary_table(self) -> tuple[str, dict[str, str]]:
+    def _get_summary_title_and_rows(self) -> tuple[str, dict[str, str]]:
         title, rows = self.engine.summary()
         total = f" of {self.num_steps}" if self.engine.has_data and self.num_steps is not None else ""
         hooks = ", ".join(self._get_hooks_by_name()) or "none"
@@ -141,16 +141,16 @@ class Trainer:
 
     def stop(self, why: str = "a hook requested it") -> None:
         """Request that training stops on all ranks before the next step. ``why`` is reported as the reason."""
-        self._synchronizer.request_actions(stop=True)
+        self._synchronizer.request_actions_on_all_ranks(stop=True)
         self._stop_reason = why
 
     def validate(self) -> None:
         """Request that all ranks run a validation before the next step."""
-        self._synchronizer.request_actions(validate=True)
+        self._synchronizer.request_actions_on_all_ranks(validate=True)
 
     def save(self) -> None:
         """Request that all ranks save a checkpoint before the next step, with a hook such as ``Checkpoint``."""
-        self._synchronizer.request_actions(save=True)
+        self._synchronizer.request_actions_on_all_ranks(save=True)
 
     # --- the loop
 
@@ -199,11 +199,11 @@ class Trainer:
         self.engine.listener = self._call_hooks
         try:
             with self._synchronizer.capture_signals(self._print_signal_message):
-                self._call_hooks_synchronized("setup")
-                self._call_hooks_synchronized("before_train")
+                self._call_hooks_and_synchronize_ranks("setup")
+                self._call_hooks_and_synchronize_ranks("before_train")
                 self._position = self._training_data.state()
                 if self._save_functions:
-                    self.engine.check_save(**self._get_save_kwargs())
+                    self.engine.check_save(**self._get_checkpoint_save_kwargs())
                 self._run_training_loop(validate_every)
                 self._finish_training()
         except BaseException as error:
@@ -235,7 +235,7 @@ class Trainer:
     def _run_training_loop(self, validate_every: int | None) -> None:
         data = self._training_data
         while not self._is_finished():
-            self._call_hooks_synchronized("before_epoch")
+            self._call_hooks_and_synchronize_ranks("before_epoch")
             batches = iter(data)
             while (batch := self._next_batch(batches)) is not None:
                 self._run_requested_actions()
@@ -250,7 +250,7 @@ class Trainer:
                     break
             if data.seen == 0:  # the epoch is finished
                 self._position = data.state()
-                self._call_hooks_synchronized("after_epoch")
+                self._call_hooks_and_synchronize_ranks("after_epoch")
                 if validate_every is None:
                     self.validate()
             if self._is_finished() and self._validated_step != self.step:
@@ -260,7 +260,7 @@ class Trainer:
                 return
 
     def _finish_training(self) -> None:
-        self._call_hooks_synchronized("after_train")
+        self._call_hooks_and_synchronize_ranks("after_train")
         requests = self._synchronizer.pop_requested_actions()
         if requests.save:
             self._save_checkpoint()
@@ -268,7 +268,7 @@ class Trainer:
         self.synchronize_ranks()
         if (requests | self._synchronizer.pop_requested_actions()).signal:  # after the last step
             self.stopped_by, self.was_interrupted = "a signal", True
-        self._call_hooks_synchronized("after_fit")
+        self._call_hooks_and_synchronize_ranks("after_fit")
 
     def _print_signal_message(self, received_signal: Signals) -> None:
         """Print immediately that a signal will stop the run, because the current step may take minutes."""
@@ -337,7 +337,7 @@ class Trainer:
         """Return and clear the requested actions. If a rank received a signal, ``on_signal`` is called first."""
         requests = self._synchronizer.pop_requested_actions()
         if requests.signal and not self.was_interrupted:
-            self._call_hooks_synchronized("on_signal")
+            self._call_hooks_and_synchronize_ranks("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
             requests |= self._synchronizer.pop_requested_actions()
         return requests
@@ -352,24 +352,24 @@ class Trainer:
                     self.synchronize_ranks()
 
         self._validated_step, self._current_activity = self.step, "the validation"
-        self._call_hooks_synchronized("before_validation")
+        self._call_hooks_and_synchronize_ranks("before_validation")
         data_loader.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(iter_batches()))
         for scheduler in self.engine.schedulers:
             if requires_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
-        self._call_hooks_synchronized("after_validation")
+        self._call_hooks_and_synchronize_ranks("after_validation")
         self._current_activity = ""
 
     def _save_checkpoint(self) -> None:
         if not self._save_functions:
             return
-        self._call_hooks_synchronized("before_save")
+        self._call_hooks_and_synchronize_ranks("before_save")
         for save in self._save_functions:
-            save(**self._get_save_kwargs())
-        self._call_hooks_synchronized("after_save")
+            save(**self._get_checkpoint_save_kwargs())
+        self._call_hooks_and_synchronize_ranks("after_save")
 
-    def _get_save_kwargs(self) -> dict[str, Any]:
+    def _get_checkpoint_save_kwargs(self) -> dict[str, Any]:
         """Return the arguments for ``engine.save``: the hook states and the position in the training data."""
         hooks = self._get_hooks_by_name()
         states = {name: hook.state() for name, hook in hooks.items()}
@@ -422,7 +422,7 @@ class Trainer:
         """
         self._synchronizer.exchange_requested_actions(self.engine)
 
-    def _call_hooks_synchronized(self, method_name: str) -> None:
+    def _call_hooks_and_synchronize_ranks(self, method_name: str) -> None:
         """Call a method of all hooks, and raise an error on all ranks if a hook failed on any rank."""
         self._call_hooks(method_name)
         self.synchronize_ranks()
@@ -477,7 +477,7 @@ class Trainer:
         elif previous_loader is not None:
             batch_size = previous_loader.batch_size if batch_size is None else batch_size
             options["collate_fn"] = previous_loader.collate_fn
-        return create_data_loader(data, self.engine.context, batch_size=batch_size, **options)
+        return create_data_loader_on_all_ranks(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_finished(self) -> bool:
         return self._is_last_step() or (self.last_epoch is not None and self.epoch >= self.last_epoch)

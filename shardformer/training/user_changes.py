@@ -28,7 +28,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_library_hook
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
-from shardformer.torch_compat import COMPILED_CALL, get_tensor_hooks, has_data, view_as_bytes
+from shardformer.torch_compat import COMPILED_CALL, get_tensor_hooks, has_real_data, view_as_bytes
 
 ItemKey = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -72,14 +72,14 @@ def take_model_snapshot(model: nn.Module, unsharded_model: nn.Module) -> dict[It
         hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
         found["module", path, "hooks"] = _snapshot_hooks(hooks)
         found["module", path, ""] = _snapshot_module(module)
-        found |= {("buffer", path, name): snapshot for name, snapshot in _snapshot_buffers(module)}
+        found |= {("buffer", path, name): snapshot for name, snapshot in _snapshot_nonpersistent_buffers(module)}
         known = vars(modules[path]) if path in modules and _is_shardformer_module(module) else None
         found |= {("attribute", path, name): snapshot for name, snapshot in _snapshot_attributes(module, known)}
     return found
 
 
-def gather_model_changes(
-    old_snapshot: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded_model: nn.Module, world: Axis
+def gather_user_changes(
+    old_snapshot: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded_model: nn.Module, world_axis: Axis
 ) -> dict[ItemKey, Any]:
     """Gather all changes that users made to the model on any rank since the snapshot ``old_snapshot`` was taken.
 
@@ -92,7 +92,7 @@ def gather_model_changes(
         cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
         return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
-    by_rank = run_and_all_gather(describe_local_changes, world, "engine.reshard")
+    by_rank = run_and_all_gather(describe_local_changes, world_axis, "engine.reshard")
     changes: dict[ItemKey, Any] = {}
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
@@ -106,8 +106,8 @@ def gather_model_changes(
     return changes
 
 
-def apply_model_changes(changes: Mapping[ItemKey, Any], unsharded_model: nn.Module) -> None:
-    """Repeat on an unsharded model the changes that ``gather_model_changes`` found."""
+def apply_user_changes(changes: Mapping[ItemKey, Any], unsharded_model: nn.Module) -> None:
+    """Repeat on an unsharded model the changes that ``gather_user_changes`` found."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -174,10 +174,10 @@ def _snapshot_module(module: nn.Module) -> AttributeSnapshot:
     return AttributeSnapshot("; ".join(kinds), module)
 
 
-def _snapshot_buffers(module: nn.Module) -> Iterator[tuple[str, AttributeSnapshot]]:
+def _snapshot_nonpersistent_buffers(module: nn.Module) -> Iterator[tuple[str, AttributeSnapshot]]:
     """Record the non-persistent buffers of a module, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
-        if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
+        if (buffer := module._buffers.get(name)) is not None and has_real_data(buffer):
             yield name, _snapshot_tensor(buffer)
 
 
@@ -208,7 +208,7 @@ def _snapshot_attribute(attribute_name: str, value: Any, max_depth: int) -> Iter
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield attribute_name, AttributeSnapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
-        elif not isinstance(value, nn.Parameter) and has_data(value):
+        elif not isinstance(value, nn.Parameter) and has_real_data(value):
             yield attribute_name, _snapshot_tensor(value)
     elif (function := _unwrap_partial(value)) is not None:
         description, is_copyable = (

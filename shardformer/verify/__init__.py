@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.verify.comparison import Report as Report
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     from shardformer.verify.training_options import VerifyTraining as VerifyTraining
     from shardformer.verify.verification import verify as verify
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)

@@ -129,7 +129,7 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
     off = "dropout and lower-precision casts" if report.dtype == "float64" else "dropout"
     console.print(f"{steps} in {report.dtype} ({report.seconds:.1f} s), with {off} disabled.")
     _print_differences(console, report)
-    _print_collectives(console, report)
+    _print_step_collectives(console, report)
     if report.missing:
         missing = f"Gradients that only one of the two models has: {escape(', '.join(report.missing))}\n"
         console.print(missing, soft_wrap=True)  # does not break the names of parameters
@@ -148,7 +148,7 @@ def _print_differences(console: Console, report: Report) -> None:
     console.print()
 
 
-def _print_collectives(console: Console, report: Report) -> None:
+def _print_step_collectives(console: Console, report: Report) -> None:
     if not report.collectives:
         console.print("No collectives.\n")
         return

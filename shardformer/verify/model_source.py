@@ -25,8 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery.example_inputs import find_unknown_forward_args
-from shardformer.discovery.reduced_model import ReducedModel, compute_probe_loss, find_accepted_batch, reduce_model
-from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, get_model_class
+from shardformer.discovery.reduced_model import (
+    ReducedModel,
+    compute_loss_from_all_outputs,
+    find_accepted_example_batch,
+    reduce_model,
+)
+from shardformer.discovery.shrink_config import build_meta_model, find_transformers_model_class, get_first_architecture
 from shardformer.errors import (
     TRACEBACK_VARIABLE,
     ConfigError,
@@ -42,7 +47,7 @@ from shardformer.gradient_accumulation.micro_batches import (
     split_batch,
 )
 from shardformer.policies.policy import Policy
-from shardformer.transformers_compat import load_transformers
+from shardformer.transformers_compat import import_transformers
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     FAMILY_OF,
@@ -54,7 +59,7 @@ from shardformer.verify.small_models import (
     compute_model_loss,
     count_samples,
     is_vision_only,
-    round_up_to_supported_depth,
+    round_up_to_supported_num_layers,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +76,7 @@ MULTIMODAL_TASKS = (
 """Tasks whose models read images and text. They determine the main class of a model type with several classes."""
 
 
-def get_model_classes_by_type(tasks: Sequence[str] = TASKS) -> dict[str, str]:
+def get_class_names_by_model_type(tasks: Sequence[str] = TASKS) -> dict[str, str]:
     """Return the class name of each transformers model type, for the first task in ``tasks`` that it supports."""
     from transformers.models.auto import modeling_auto
 
@@ -83,12 +88,12 @@ def get_model_classes_by_type(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def get_all_model_classes_by_type() -> Mapping[str, str]:
+def get_main_class_names_by_model_type() -> Mapping[str, str]:
     """Return a dict from all transformers model types to the name of their main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
-    found = get_model_classes_by_type((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
+    found = get_class_names_by_model_type((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
     base = modeling_auto.MODEL_MAPPING_NAMES.items()
     return {**{kind: names if isinstance(names, str) else names[0] for kind, names in base}, **found}
 
@@ -102,7 +107,7 @@ class ReducedModelFactory:
     """Picklable function that builds a small random model from the default config of a transformers model type.
 
     Args:
-        model_type: one of ``get_all_model_classes_by_type()``.
+        model_type: one of ``get_main_class_names_by_model_type()``.
         head: a class of transformers. If empty, it is the main class of the type.
     """
 
@@ -111,7 +116,7 @@ class ReducedModelFactory:
 
     @property
     def head_class(self) -> str:
-        return self.head or get_all_model_classes_by_type()[self.model_type]
+        return self.head or get_main_class_names_by_model_type()[self.model_type]
 
     def get_config(self) -> PreTrainedConfig:
         return _make_reduced_model(self).model.config
@@ -178,7 +183,7 @@ class ExampleBatchFactory:
 
 def is_multimodal(head_class: str) -> bool:
     """Return whether the forward method of a transformers class accepts images or sounds."""
-    kind = get_model_class(head_class)
+    kind = find_transformers_model_class(head_class)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
@@ -197,7 +202,7 @@ def _roll_text_tokens(
 
 def compute_label_free_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return a loss for a model without labels: the sum of the weighted mean squares of all outputs."""
-    return compute_probe_loss(model(**batch), equal_sample_weights=True)
+    return compute_loss_from_all_outputs(model(**batch), equal_sample_weights=True)
 
 
 @lru_cache(maxsize=1)
@@ -207,14 +212,14 @@ def _make_example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
         return ExampleBatch.from_model(small.model, small.batch)
     model = model_fn().eval()
     try:
-        return ExampleBatch.from_model(model, find_accepted_batch(model))
+        return ExampleBatch.from_model(model, find_accepted_example_batch(model))
     except Exception as error:
         raise _make_example_batch_error(model, error) from error
 
 
 @lru_cache(maxsize=1)
 def _make_reduced_model(factory: ReducedModelFactory) -> ReducedModel:
-    transformers = load_transformers()
+    transformers = import_transformers()
     try:
         config = transformers.CONFIG_MAPPING[factory.model_type](architectures=[factory.head_class])
     except Exception as error:  # some default configs fail in their own class
@@ -271,10 +276,14 @@ MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 def import_module_or_file(name_or_file: str) -> ModuleType:
     """Import a module by its name or from a .py file. Raises ConfigError if the import fails."""
-    return _import_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
+    return (
+        _import_module_from_file(Path(name_or_file))
+        if name_or_file.endswith(".py")
+        else _import_module_by_name(name_or_file)
+    )
 
 
-def _import_by_name(module_name: str) -> ModuleType:
+def _import_module_by_name(module_name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -291,7 +300,7 @@ def _import_by_name(module_name: str) -> ModuleType:
         ) from error
 
 
-def call_user_function(fn: Callable[[], Any], fn_name: str) -> Any:
+def call_user_fn_and_convert_errors(fn: Callable[[], Any], fn_name: str) -> Any:
     """Call a user's function, and convert its exceptions to ConfigError."""
     try:
         with _stdin_from_devnull():
@@ -331,15 +340,15 @@ def _format_error_with_location(exception: BaseException, file_path: str = "") -
     return f"{kind}: {exception}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
 
 
-def _make_import_error(module_name: str, exception: BaseException) -> ConfigError:
-    reason = _format_error_with_location(exception, module_name)
+def _make_import_error(module_name_or_path: str, exception: BaseException) -> ConfigError:
+    reason = _format_error_with_location(exception, module_name_or_path)
     return ConfigError(
-        f"The module {module_name!r} cannot be imported: {reason}.",
+        f"The module {module_name_or_path!r} cannot be imported: {reason}.",
         remedy=f"Fix the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
     )
 
 
-def _import_from_file(path: Path) -> ModuleType:
+def _import_module_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
@@ -400,7 +409,7 @@ class PretrainedModelFactory:
         return config
 
     def __call__(self) -> nn.Module:
-        transformers = load_transformers()
+        transformers = import_transformers()
 
         transformers.logging.set_verbosity_error()  # every worker would warn about a newly initialized head
         transformers.logging.disable_progress_bar()
@@ -467,7 +476,7 @@ class ModelSource:
     def with_head_class(self, head_class: str) -> ModelSource:
         """Return the source of the same model with another head class. Raises ConfigError for an unknown head."""
         if isinstance(self.model_fn, ReducedModelFactory):
-            _check_class_exists(head_class, self.title)
+            _check_transformers_class_exists(head_class, self.title)
             return _make_source_from_model_type(self.model_type, head_class)
         if not isinstance(self.model_fn, SmallModelFactory | PretrainedModelFactory):
             raise ConfigError(
@@ -482,7 +491,7 @@ class ModelSource:
                 rule=f"Use one of {head_classes}.",
                 remedy=suggest_similar_names(head_class, known),
             )
-        _check_class_exists(head_class, self.title)
+        _check_transformers_class_exists(head_class, self.title)
         model_fn = replace(self.model_fn, head=head_class)
         return replace(self, model_fn=model_fn, head=head_class, config=model_fn.get_config())
 
@@ -496,7 +505,7 @@ class ModelSource:
                 remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
         model_fn = self.model_fn.with_min_layers(min_layers)
-        title = f"{self.title}, {round_up_to_supported_depth(model_fn.family, self.head, min_layers)} layers"
+        title = f"{self.title}, {round_up_to_supported_num_layers(model_fn.family, self.head, min_layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.get_config())
 
     def make_batch_fn(self, batch_size: int = 4, sequence_length: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
@@ -563,10 +572,10 @@ def find_model_source(model_spec: str, *, use_dropout: bool = True) -> ModelSour
     path = Path(model_spec).expanduser()
     if path.exists():
         return _make_pretrained_source(model_spec, PretrainedModelFactory(str(path), "", path.is_file(), use_dropout))
-    if model_spec in get_all_model_classes_by_type():
+    if model_spec in get_main_class_names_by_model_type():
         return _make_source_from_model_type(model_spec)
     if ":" in model_spec:
-        return _make_source_from_function(model_spec)
+        return _select_model_of_user_function(model_spec)
     if (
         model_spec.startswith((".", "/", "~"))
         or model_spec.endswith(".json")
@@ -583,15 +592,19 @@ def find_model_source(model_spec: str, *, use_dropout: bool = True) -> ModelSour
     )
 
 
-def import_policy_class(policy_spec: str) -> type[Policy]:
+def import_policy_class(policy_file_or_class_path: str) -> type[Policy]:
     """Import a policy class that is specified as ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
-    where, _, class_name = (policy_spec, "", "") if policy_spec.endswith(".py") else policy_spec.rpartition(":")
-    module = import_module_or_file(where or policy_spec)
+    where, _, class_name = (
+        (policy_file_or_class_path, "", "")
+        if policy_file_or_class_path.endswith(".py")
+        else policy_file_or_class_path.rpartition(":")
+    )
+    module = import_module_or_file(where or policy_file_or_class_path)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
     own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
     if not class_name and len(own) == 1:
         class_name = own[0]
-    source, count, suggestion = where or policy_spec, len(own), suggest_similar_names(class_name, own)
+    source, count, suggestion = where or policy_file_or_class_path, len(own), suggest_similar_names(class_name, own)
     if not class_name:
         raise ConfigError(
             f"{source!r} must contain exactly one policy (a subclass of shardformer.policies.Policy), but has {count}.",
@@ -607,7 +620,7 @@ def import_policy_class(policy_spec: str) -> type[Policy]:
 
 def load_hf_config(name_or_path: str, local_files_only: bool = True) -> PreTrainedConfig:
     """Load a transformers config from a folder, a config.json or the hub. Raises ConfigError if it is not found."""
-    transformers = load_transformers()
+    transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(
             name_or_path, trust_remote_code=False, local_files_only=local_files_only
@@ -653,7 +666,7 @@ def _make_source_from_model_type(model_type: str, head_class: str = "") -> Model
 def _make_pretrained_source(title: str, model_factory: PretrainedModelFactory) -> ModelSource:
     config = load_hf_config(model_factory.name_or_path, model_factory.local_files_only)
     head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
-    _check_class_exists(head, title)
+    _check_transformers_class_exists(head, title)
     return ModelSource(title, replace(model_factory, head=head), head, config)
 
 
@@ -664,13 +677,13 @@ def _get_min_vocab_size(config: Any) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _check_class_exists(class_name: str, source_title: str) -> None:
+def _check_transformers_class_exists(class_name: str, model_title: str) -> None:
     if not class_name:
-        raise ConfigError(f"{source_title} specifies no model class.", remedy="Set architectures in the config.")
-    if get_model_class(class_name) is None:
-        hint = _suggest_names(class_name, {*dir(load_transformers())} - {class_name})
+        raise ConfigError(f"{model_title} specifies no model class.", remedy="Set architectures in the config.")
+    if find_transformers_model_class(class_name) is None:
+        hint = _suggest_names(class_name, {*dir(import_transformers())} - {class_name})
         raise ConfigError(
-            f"transformers has no model class {class_name!r}, which {source_title} specifies.",
+            f"transformers has no model class {class_name!r}, which {model_title} specifies.",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 
@@ -680,8 +693,8 @@ def _suggest_names(unknown_name: str, candidates: Iterable[str] = SMALL_CONFIGS)
     return f"{hint} " if hint.startswith("Did") else ""
 
 
-def _make_source_from_function(function_spec: str) -> ModelSource:
-    where, _, function_name = function_spec.rpartition(":")
+def _select_model_of_user_function(module_and_function_name: str) -> ModelSource:
+    where, _, function_name = module_and_function_name.rpartition(":")
     module = import_module_or_file(where)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -696,32 +709,35 @@ def _make_source_from_function(function_spec: str) -> ModelSource:
         parameters.bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {function_spec} is called without arguments, but has the parameters {parameters}.",
+            f"The function {module_and_function_name} is called without arguments, but has the parameters "
+            f"{parameters}.",
             remedy="Give each parameter a default value, or pass a function without parameters.",
         ) from error
     except ValueError:  # a function written in C may have no signature
         pass
-    returned = call_user_function(function, function_spec)
+    returned = call_user_fn_and_convert_errors(function, module_and_function_name)
     if isinstance(returned, nn.Module):
-        return ModelSource(function_spec, function, type(returned).__name__, getattr(returned, "config", None))
+        return ModelSource(
+            module_and_function_name, function, type(returned).__name__, getattr(returned, "config", None)
+        )
     own = dict(returned) if isinstance(returned, Mapping) else {}
     if isinstance(returned, tuple) and len(returned) == 2:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS[1:])
         raise ConfigError(
-            f"The function {function_spec} returned {value}, which is not supported.",
+            f"The function {module_and_function_name} returned {value}, which is not supported.",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and optionally {keys}.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
-        return ModelSource(function_spec, model_fn, "", user_overrides=own)
-    model = call_user_function(model_fn, f"model_fn of {function_spec}")
-    return ModelSource(function_spec, model_fn, type(model).__name__, getattr(model, "config", None), own)
+        return ModelSource(module_and_function_name, model_fn, "", user_overrides=own)
+    model = call_user_fn_and_convert_errors(model_fn, f"model_fn of {module_and_function_name}")
+    return ModelSource(module_and_function_name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
-def _describe_returned_value(returned: Any) -> str:
-    if isinstance(returned, tuple | Mapping):
-        content = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else len(returned)
-        return f"a {type(returned).__name__} of {content}"
-    return f"a {type(returned).__name__}"
+def _describe_returned_value(returned_value: Any) -> str:
+    if isinstance(returned_value, tuple | Mapping):
+        content = ", ".join(map(str, returned_value)) if isinstance(returned_value, Mapping) else len(returned_value)
+        return f"a {type(returned_value).__name__} of {content}"
+    return f"a {type(returned_value).__name__}"

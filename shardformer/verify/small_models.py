@@ -17,8 +17,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from shardformer.errors import ConfigError, check_choice
-from shardformer.torch_compat import get_storage_id, has_data
-from shardformer.transformers_compat import load_transformers
+from shardformer.torch_compat import get_storage_id, has_real_data
+from shardformer.transformers_compat import import_transformers
 
 _BERT: dict[str, Any] = dict(
     vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=70,
@@ -243,7 +243,10 @@ def make_image_batch(
         labels_Bss[:, :3] = config_fields.get("semantic_loss_ignore_index", IGNORED)
         return {"pixel_values": images_BCss, "labels": labels_Bss}
     if head_class.endswith("ForMaskedImageModeling"):
-        return {"pixel_values": images_BCss, **_make_patch_mask(head_class, generator, config_fields, batch_size)}
+        return {
+            "pixel_values": images_BCss,
+            **_make_masked_image_modeling_inputs(head_class, generator, config_fields, batch_size),
+        }
     return {"pixel_values": images_BCss}
 
 
@@ -252,7 +255,7 @@ def make_random_images(generator: Generator, config_fields: Mapping[str, Any], b
     return torch.randn(batch_size, config_fields.get("num_channels", 3), size, size, generator=generator)
 
 
-def _make_patch_mask(
+def _make_masked_image_modeling_inputs(
     head_class: str, generator: Generator, config_fields: Mapping[str, Any], batch_size: int
 ) -> dict[str, Tensor]:
     num_patches = (config_fields["image_size"] // config_fields["patch_size"]) ** 2
@@ -278,7 +281,7 @@ def make_sam_batch(generator: Generator, config_fields: Mapping[str, Any], batch
     }
 
 
-def make_blip_batch(
+def make_blip2_batch(
     head_class: str, generator: Generator, config_fields: Mapping[str, Any], text_batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a random batch for a BLIP-2 head class, with images and text, or with the inputs of a submodel."""
@@ -369,7 +372,7 @@ class RandomBatchFactory:
             return make_sam_batch(generator, self._config_fields, self.batch_size)
         if is_vision_only(self.head):
             return make_image_batch(self.head, generator, self._config_fields, self.batch_size, self.num_labels)
-        ids = self._make_random_tokens(generator, self.batch_size, self.sequence_length)
+        ids = self._make_random_token_ids(generator, self.batch_size, self.sequence_length)
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0
         if "T5" in self.head:
@@ -378,19 +381,19 @@ class RandomBatchFactory:
         if family == "whisper":
             return make_audio_batch(self.head, generator, self._config_fields, batch, self.num_labels)
         if family == "blip-2":
-            return make_blip_batch(self.head, generator, self._config_fields, batch)
-        return {**batch, **self._make_random_labels(generator, ids)}
+            return make_blip2_batch(self.head, generator, self._config_fields, batch)
+        return {**batch, **self._make_labels_and_other_head_inputs(generator, ids)}
 
     @property
     def _config_fields(self) -> dict[str, Any]:
         return get_head_config_fields(self.head, self.changes)
 
-    def _make_random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
+    def _make_random_token_ids(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
 
-    def _make_random_labels(self, generator: torch.Generator, input_ids: Tensor) -> dict[str, Tensor]:
+    def _make_labels_and_other_head_inputs(self, generator: torch.Generator, input_ids: Tensor) -> dict[str, Tensor]:
         classes = torch.randint(self.num_labels, (self.batch_size,), generator=generator)
-        per_token = self._make_random_tokens(generator, self.batch_size, self.sequence_length)
+        per_token = self._make_random_token_ids(generator, self.batch_size, self.sequence_length)
         per_token[:, :3] = -100
         starts = torch.randint(self.sequence_length - 2, (self.batch_size,), generator=generator)
         head = self.head
@@ -409,13 +412,15 @@ class RandomBatchFactory:
         if head.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
             return self._make_multiple_choice_batch(generator, classes % 2)
         if head == "T5Model":
-            return {"decoder_input_ids": self._make_random_tokens(generator, self.batch_size, self.sequence_length - 4)}
+            return {
+                "decoder_input_ids": self._make_random_token_ids(generator, self.batch_size, self.sequence_length - 4)
+            }
         if head == "T5ForConditionalGeneration":
             return {"labels": per_token[:, : self.sequence_length - 4].contiguous()}
         return {} if head.endswith(("Model", "EncoderModel")) and "LMHead" not in head else {"labels": per_token}
 
     def _make_multiple_choice_batch(self, generator: torch.Generator, correct_choices: Tensor) -> dict[str, Tensor]:
-        ids = self._make_random_tokens(generator, self.batch_size, 2, self.sequence_length)
+        ids = self._make_random_token_ids(generator, self.batch_size, 2, self.sequence_length)
         if self.head.endswith("ForMultipleChoice"):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": correct_choices}
         labels = ids.clone()
@@ -438,7 +443,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
-    outputs = _iter_float_outputs(output) if isinstance(output, Mapping) else iter(())
+    outputs = _iter_float_tensors_in_output(output) if isinstance(output, Mapping) else iter(())
     distances = losses or [_compute_mse_to_cosine(x) for x in _remove_duplicate_tensors(outputs)]
     if not distances:
         raise ConfigError(
@@ -466,24 +471,24 @@ def count_samples(batch: Mapping[str, Any]) -> float:
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
-def _iter_float_outputs(output: Any) -> Iterator[Tensor]:
+def _iter_float_tensors_in_output(output: Any) -> Iterator[Tensor]:
     """Yield all floating-point tensors in a nested model output, except key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _iter_float_outputs(value)
+            yield from _iter_float_tensors_in_output(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _iter_float_outputs(value)
+            yield from _iter_float_tensors_in_output(value)
 
 
 def _remove_duplicate_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Remove tensors that share memory with an earlier tensor, such as the transpose of the logits."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        place = tensor.data_ptr() if has_data(tensor) else get_storage_id(tensor)
+        place = tensor.data_ptr() if has_real_data(tensor) else get_storage_id(tensor)
         found.setdefault((place, tensor.numel()), tensor)
     return list(found.values())
 
@@ -507,7 +512,7 @@ STACKS: Mapping[str, int] = MappingProxyType(
 """Number of layer stacks in a head, if it is not one."""
 
 
-def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -> int:
+def round_up_to_supported_num_layers(family: str, head_class: str, num_layers: int) -> int:
     """Round a number of layers up to a number that the small model of a family supports."""
     stacks = STACKS.get(head_class, 1)
     least = {"swin": 3, "swinv2": 3}.get(family, 4 if head_class == "BeitForSemanticSegmentation" else 2)
@@ -515,9 +520,9 @@ def round_up_to_supported_depth(family: str, head_class: str, num_layers: int) -
     return stacks * (each + each % 2 if family == "gpt_neo" else each)
 
 
-def get_depth_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
+def get_num_layers_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
     """Return the config fields that give a small model of a family at least ``min_layers`` layers in total."""
-    each = round_up_to_supported_depth(family, head_class, min_layers) // STACKS.get(head_class, 1)
+    each = round_up_to_supported_num_layers(family, head_class, min_layers) // STACKS.get(head_class, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head_class, {})}
         return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
@@ -583,14 +588,14 @@ class SmallModelFactory:
     def with_min_layers(self, min_layers: int) -> SmallModelFactory:
         """Return a copy of this factory that builds a model with at least ``min_layers`` layers."""
         return replace(
-            self, changes={**self.changes, **get_depth_config_fields(self.family, self.head_class, min_layers)}
+            self, changes={**self.changes, **get_num_layers_config_fields(self.family, self.head_class, min_layers)}
         )
 
     def get_config(self) -> Any:
         """Return the transformers config for the head class. For a submodel, return the submodel's own config."""
         if self.library != "transformers":
             return import_module(self.library).config(self.changes)
-        transformers = load_transformers()
+        transformers = import_transformers()
         head = self.head_class
         num_labels = 2 if head.endswith("ForQuestionAnswering") else 3
         settings = {**SMALL_CONFIGS[self.family], "num_labels": num_labels, **HEAD_CONFIG.get(head, {}), **self.changes}
@@ -612,5 +617,5 @@ _IMPORT_LOCK = threading.Lock()  # serializes transformers' lazy imports when ra
 def _randomize_zero_parameters(model: nn.Module) -> None:
     """Fill zero-initialized parameters with small random values, because zeros would hide errors."""
     for param in model.parameters():
-        if param.dim() > 1 and has_data(param) and not param.any():
+        if param.dim() > 1 and has_real_data(param) and not param.any():
             param.normal_(std=0.02)

@@ -19,7 +19,14 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, get_first_message_line
+from shardformer.errors import (
+    ConfigError,
+    InputError,
+    ShardFormerError,
+    check_int,
+    check_names_are_known,
+    get_first_message_line,
+)
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import (
     compute_micro_batch_sizes,
@@ -29,7 +36,7 @@ from shardformer.gradient_accumulation.micro_batches import (
 )
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.mesh.parallel_context import ParallelContext, reshape_sequence_axis, reshape_tensor_axis
 from shardformer.mesh.rank_grid import AXES, count_ranks_on_axis
 from shardformer.mesh.tensor_grid import TensorGrid, reshape_tensor_axis_by_mode
@@ -41,11 +48,11 @@ from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_all_generators
 from shardformer.shard_model_api import shard_model_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
-from shardformer.torch_patches import Patch, Undo, replace_attribute, temporary_patch
+from shardformer.torch_patches import LibraryPatch, Undo, replace_attribute, temporary_patch
 from shardformer.training.data_loader import move_to_device
 from shardformer.transformers_compat import filter_forward_kwargs
 from shardformer.verify.comparison import Tolerances, get_half_precision_tolerances, get_tolerances
-from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
+from shardformer.verify.training_options import UnshardedModelOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -70,7 +77,7 @@ class ForceFp64Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in BACKWARD_FUNCTIONS:
-            return self._run_backward_in_mode(func, args, kwargs)
+            return self._run_backward_with_fp64_recompute(func, args, kwargs)
         wide_args = [WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
         wide_kwargs = {k: WIDE.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
         out = WIDE.get(func, func)(*wide_args, **wide_kwargs)
@@ -78,12 +85,14 @@ class ForceFp64Mode(TorchFunctionMode):
             return args[0].to(out.device)
         return out
 
-    def _run_backward_in_mode(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_backward_with_fp64_recompute(
+        self, backward_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a backward pass in which activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
-            with temporary_patch(BACKWARD_PATCH, _patch_backward):
-                return func(*args, **kwargs)
+            with temporary_patch(BACKWARD_PATCH, _patch_backward_for_fp64):
+                return backward_fn(*args, **kwargs)
         finally:
             _CURRENT.mode = before
 
@@ -94,14 +103,14 @@ class _ThreadLocalFp64Mode(threading.local):
 
 _CURRENT = _ThreadLocalFp64Mode()
 ENGINE = "_engine_run_backward"
-BACKWARD_PATCH = Patch(
+BACKWARD_PATCH = LibraryPatch(
     f"torch.autograd.{ENGINE}",
     "shardformer.verify.train_both",
     "while verify runs a backward pass in fp64, so that activation checkpointing recomputes in fp64",
 )
 
 
-def _patch_backward() -> Undo:
+def _patch_backward_for_fp64() -> Undo:
     """Make each backward pass use the ``ForceFp64Mode`` mode of the thread that started the pass."""
     original = getattr(torch.autograd, ENGINE)
 
@@ -252,17 +261,17 @@ class UserLossFunction:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         if self.is_called_with_model is not None:
-            return self._call_function(
+            return self._call_loss_fn(
                 model if self.is_called_with_model else model(**filter_forward_kwargs(batch, model)), batch
             )
         try:
-            loss, self.is_called_with_model = self._call_function(model, batch), True
+            loss, self.is_called_with_model = self._call_loss_fn(model, batch), True
         except ShardFormerError:
             raise
         except Exception as error:
             try:
                 loss, self.is_called_with_model = (
-                    self._call_function(model(**filter_forward_kwargs(batch, model)), batch),
+                    self._call_loss_fn(model(**filter_forward_kwargs(batch, model)), batch),
                     False,
                 )
             except ShardFormerError:
@@ -275,7 +284,7 @@ class UserLossFunction:
                 ) from other
         return loss
 
-    def _call_function(self, model_or_output: Any, batch: Mapping[str, Any]) -> Tensor:
+    def _call_loss_fn(self, model_or_output: Any, batch: Mapping[str, Any]) -> Tensor:
         loss = self.loss_fn(model_or_output, batch)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, but returned {type(loss).__name__}.")
@@ -314,7 +323,7 @@ class VerifyPipeline:
     def create_stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
         """Create the pipeline stage manager. If ``context`` is None, no process groups are created."""
         rule = "VerifyPipeline(stages=) takes the options of PipelineStageManager"
-        check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
+        check_names_are_known(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
         make_schedule(
             self.stages.get("schedule", "1f1b"), self.pipe, self.num_micro_batches, self.stages.get("num_model_chunks")
         )
@@ -411,7 +420,7 @@ def train_both_models(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTra
     Returns the traces of both models, the name of the model, and a description of the layout.
     """
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": count_ranks_on_axis(job.sequence)}
-    context = ParallelContext.from_world(sizes, torch.device(job.device))
+    context = ParallelContext.from_default_process_group(sizes, torch.device(job.device))
     context = reshape_tensor_axis(reshape_sequence_axis(context, job.sequence), job.grid)
     world = context.flatten(*AXES)
     plain = run_on_all_ranks(
@@ -469,19 +478,19 @@ def _get_precision_context(job: VerifyJob) -> AbstractContextManager[Any]:
 
 def _train_unsharded(job: VerifyJob) -> TrainingTrace:
     model, trace = build_model_under_test(job), TrainingTrace()
-    optimizer = ReferenceOptimizers(model, job.training)
+    optimizer = UnshardedModelOptimizers(model, job.training)
     _check_loss_is_reproducible(job, model)
     check_samples_are_independent(job, model)
     trace.initial_weights = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
-        _record_backward(job, model, step, trace)
+        _record_loss_and_gradients(job, model, step, trace)
         trace.grad_norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
     trace.final_weights = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     return trace
 
 
-def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
+def _record_loss_and_gradients(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
     """Compute the gradients of the unsharded model, and record them with the loss and their rounding noise."""
 
     def compute_gradients(rounding_mode: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
@@ -542,16 +551,16 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
         if job.training.zero_stage is None
         else shard_optimizer(model, optimizer, **job.training.get_shard_optimizer_kwargs())
     )
-    run_step: StepFn = partial(_forward_backward, job, model, optimizer)
+    run_step: StepFn = partial(_run_forward_backward, job, model, optimizer)
     if job.pipeline is not None:
         run_step = _make_pipeline_step(job, model, job.pipeline)
     for step in range(job.steps):
         with CollectiveRecorder(context) as recorder, _get_precision_context(job):
-            loss = _run_backward_passes(job, model, optimizer, run_step, step)
+            loss = _run_forward_and_backward(job, model, optimizer, run_step, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
-            _gather_full_tensors(
+            _gather_full_tensors_from_all_stages(
                 model, context, {n: _get_full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
             )
         )
@@ -562,16 +571,20 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
         state = full_state_dict(model)
         trace.final_weights = {n: state[n] for n in trace.grads[-1]}
     else:
-        after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
+        after = _gather_full_tensors_from_all_stages(
+            model, context, {n: p.detach() for n, p in model.named_parameters()}
+        )
         trace.final_weights = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.summarize_calls().items()}
     return trace, name
 
 
-def _run_backward_passes(job: VerifyJob, model: nn.Module, optimizer: Optimizer, run_step: StepFn, step: int) -> Tensor:
+def _run_forward_and_backward(
+    job: VerifyJob, model: nn.Module, optimizer: Optimizer, run_step: StepFn, step: int
+) -> Tensor:
     """Run all forward and backward passes of the sharded model in one step, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-    rank, last = get_metadata(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
+    rank, last = get_sharding_metadata(model).context.data.rank, job.training.get_accumulation_indices(step)[-1]
     losses = []
     for backward in job.training.get_accumulation_indices(step):
         part = move_to_device(get_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
@@ -588,7 +601,7 @@ def _get_full_gradient(optimizer: Optimizer, param_name: str, param: Tensor) -> 
     return param.grad
 
 
-def _forward_backward(
+def _run_forward_backward(
     job: VerifyJob, model: nn.Module, optimizer: Optimizer, rank_batch: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _compute_seeded_loss(job, model, rank_batch, step, data_rank).double()
@@ -617,11 +630,11 @@ def _make_pipeline_step(job: VerifyJob, model: nn.Module, verify_pipeline: Verif
     return run_step
 
 
-def _gather_full_tensors(
+def _gather_full_tensors_from_all_stages(
     model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
     """Gather full tensors from all ranks and pipeline stages by name. Tied tensors that differ become NaN."""
-    specs, state = get_shard_specs(model), get_metadata(model)
+    specs, state = get_shard_specs(model), get_sharding_metadata(model)
     present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.get_axis)
     full = {**local_tensors, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, check_choice, check_int, suggest_sim
 from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.schedules import LOSS_AVERAGES
 from shardformer.public_names import deprecate_renamed_arguments
-from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
+from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs_of_16bit_layers
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.optimizers import LAMB, LARS
@@ -83,10 +83,10 @@ class VerifyTraining:
                 remedy="Use an expression that matches full parameter names, such as embeddings.*.",
             ) from error
         if callable(self.optimizer):
-            _check_picklable(self.optimizer)
+            _check_optimizer_factory_is_picklable(self.optimizer)
         else:
             rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
-            check_choice("optimizer", self.optimizer, _get_optimizer_classes(), rule)
+            check_choice("optimizer", self.optimizer, _get_supported_optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -129,7 +129,7 @@ class VerifyTraining:
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of the parameters if they have 16 bits, and otherwise None."""
-        return MixedPrecision.from_value(self.precision).dtype
+        return MixedPrecision.from_value(self.precision).param_dtype
 
     @property
     def loss_scale(self) -> float:
@@ -157,32 +157,32 @@ class VerifyTraining:
         return ", ".join([f"ZeRO stage {self.zero_stage}, {name}", *more])
 
 
-def _check_picklable(make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+def _check_optimizer_factory_is_picklable(optimizer_class_or_fn: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     try:
-        pickle.dumps(make_optimizer)
+        pickle.dumps(optimizer_class_or_fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"optimizer={make_optimizer!r} cannot be pickled for the worker processes: {error}.",
+            f"optimizer={optimizer_class_or_fn!r} cannot be pickled for the worker processes: {error}.",
             remedy="Pass a class or function that is defined at the top level of a module.",
         ) from error
 
 
-def _make_own_optimizer(make_optimizer: Callable[..., object], params: list[nn.Parameter]) -> Optimizer:
-    found = make_optimizer(params)
+def _make_user_optimizer(optimizer_class_or_fn: Callable[..., object], params: list[nn.Parameter]) -> Optimizer:
+    found = optimizer_class_or_fn(params)
     if not isinstance(found, Optimizer):
         raise ConfigError(
-            f"optimizer={make_optimizer!r} returned a {type(found).__name__} instead of an optimizer.",
+            f"optimizer={optimizer_class_or_fn!r} returned a {type(found).__name__} instead of an optimizer.",
             remedy="Pass a class or function that creates a torch.optim.Optimizer from a list of parameters.",
         )
     return found
 
 
-def _get_optimizer_classes() -> dict[str, Callable[..., Optimizer]]:
+def _get_supported_optimizer_classes() -> dict[str, Callable[..., Optimizer]]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
     return {**{n: kind for n, kind in found.items() if n not in UNSUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
 
-class ReferenceOptimizers:
+class UnshardedModelOptimizers:
     """Optimizers of the unsharded model, which keep fp32 master weights if the parameters have 16 bits."""
 
     def __init__(self, model: nn.Module, training_options: VerifyTraining) -> None:
@@ -194,7 +194,7 @@ class ReferenceOptimizers:
         if training_options.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
                 p.data = p.data.to(training_options.dtype)
-            enable_fp32_inputs(model)
+            enable_fp32_inputs_of_16bit_layers(model)
 
     def step(self, max_norm: float) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""
@@ -217,9 +217,9 @@ def make_verify_optimizers(params: Iterable[nn.Parameter], training_options: Ver
     if training_options.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     if callable(training_options.optimizer):
-        return [_make_own_optimizer(training_options.optimizer, trainable)]
+        return [_make_user_optimizer(training_options.optimizer, trainable)]
     kind, rate = (
-        _get_optimizer_classes()[training_options.optimizer],
+        _get_supported_optimizer_classes()[training_options.optimizer],
         LEARNING_RATE if not training_options.has_adaptive_optimizer else LEARNING_RATE / 50,
     )
     settings = {"momentum": 0.9} if training_options.optimizer in ("SGD", "LARS") else {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, is_traceback_enabled
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names_are_known, is_traceback_enabled
 from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
 from shardformer.layout.sharding_metadata import max_abs_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -27,10 +27,10 @@ from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.mesh.rank_grid import count_ranks_on_axis
 from shardformer.mesh.tensor_grid import GRID_MODES, reshape_tensor_axis_by_mode
-from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
+from shardformer.pipeline.stage_manager import PipelineStageManager, partition_layers_into_stages
 from shardformer.policies.policy import Policy
-from shardformer.shard_model_api import resolve_policy
-from shardformer.sharding.checks import check_can_be_sharded, make_checked_plan
+from shardformer.shard_model_api import resolve_policy_and_origin
+from shardformer.sharding.checks import check_can_be_sharded, make_checked_sharding_plan
 from shardformer.verify.comparison import LargestDifference, Report, Tolerances, get_tolerances
 from shardformer.verify.train_both import (
     MAX_NORM,
@@ -84,7 +84,7 @@ def check_policy_can_shard(
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
-    chosen, _ = resolve_policy(
+    chosen, _ = resolve_policy_and_origin(
         model, own, tp_size=ranks, allow_model_copy=stage_manager is not None, get_example_batch=get_example_batch
     )
     context, mode = (
@@ -96,9 +96,9 @@ def check_policy_can_shard(
         context=reshape_tensor_axis_by_mode(context, mode) if mode in GRID_MODES else context,
         **(shard_config_options or {}),
     )
-    plan = make_checked_plan(model, chosen, config)
+    plan = make_checked_sharding_plan(model, chosen, config)
     if stage_manager is not None:
-        partition_model(plan.model, chosen, stage_manager)
+        partition_layers_into_stages(plan.model, chosen, stage_manager)
     return getattr(model, "config", None)
 
 
@@ -116,7 +116,7 @@ def compare_traces(
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
     loss = _find_worst_scalar_difference(unsharded_trace.losses, sharded_trace.losses, bounds.loss)
     norm = _find_worst_scalar_difference(unsharded_trace.grad_norms, sharded_trace.grad_norms, bounds.gradient)
-    gradient, missing = _find_worst_gradient_difference(unsharded_trace, sharded_trace, bounds)
+    gradient, missing = _find_worst_and_missing_gradients(unsharded_trace, sharded_trace, bounds)
     weight, gone = _find_worst_weight_difference(job, unsharded_trace, sharded_trace, bounds)
     missing += [f"{name} (weight)" for name in gone]
     layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
@@ -140,7 +140,7 @@ def _find_worst_scalar_difference(
     return max(found, key=lambda d: d.used)
 
 
-def _find_worst_gradient_difference(
+def _find_worst_and_missing_gradients(
     unsharded_trace: TrainingTrace, sharded_trace: TrainingTrace, tolerances: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
@@ -192,10 +192,10 @@ def _is_gradient_rounding_noise(unsharded_trace: TrainingTrace, param_name: str)
 
 
 def _update_worst_difference(
-    worst: LargestDifference,
+    worst_so_far: LargestDifference,
     expected: Tensor,
     actual: Tensor,
-    reference: Tensor,
+    reference_for_scale: Tensor,
     tolerance: float,
     rounding_noise: float,
     location: str,
@@ -205,12 +205,12 @@ def _update_worst_difference(
             float("inf"), f"{location}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
         )
     if not expected.numel():
-        return worst
-    difference, magnitude = max_abs_difference(expected, actual), float(reference.abs().max())
+        return worst_so_far
+    difference, magnitude = max_abs_difference(expected, actual), float(reference_for_scale.abs().max())
     allowed = tolerance * magnitude + rounding_noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
-    if used <= worst.used:
-        return worst
+    if used <= worst_so_far.used:
+        return worst_so_far
     return LargestDifference(difference / max(magnitude, rounding_noise / tolerance, 1e-300), location, used)
 
 
@@ -304,7 +304,7 @@ def verify(
     check_main_guard()
     get_tolerances(dtype)
     options, how = _get_non_default_options(config), training or VerifyTraining()
-    grid, sequence = _parse_axis_sizes(tensor)
+    grid, sequence = _parse_tensor_and_sequence_sizes(tensor)
     tensor = count_ranks_on_axis(grid, "tensor")
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
@@ -338,11 +338,15 @@ def _run_job_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     return report
 
 
-def _parse_axis_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
-    if not isinstance(tensor, Mapping):
-        return tensor, 1
-    check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It takes a size, or a dict of these axes")
-    return tensor.get("tensor", 1), tensor.get("sequence", 1)
+def _parse_tensor_and_sequence_sizes(
+    size_or_sizes_by_axis: int | Mapping[str, Any],
+) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
+    if not isinstance(size_or_sizes_by_axis, Mapping):
+        return size_or_sizes_by_axis, 1
+    check_names_are_known(
+        size_or_sizes_by_axis, ("tensor", "sequence"), "tensor= has no axis", "It takes a size, or a dict of these axes"
+    )
+    return size_or_sizes_by_axis.get("tensor", 1), size_or_sizes_by_axis.get("sequence", 1)
 
 
 def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from torch import nn
 
 from shardformer.errors import ConfigError, check_bool, get_first_message_line
 from shardformer.meta_init.init_recipe import compute_deferred_values, get_deferred_storage
-from shardformer.meta_init.lazy_init import NOTES, LazyInitFromPretrained, wrap_methods_for_recording
-from shardformer.meta_init.safetensors_source import load_lazy_tensors
-from shardformer.public_names import deprecate_renamed_parameters
-from shardformer.transformers_compat import load_transformers
+from shardformer.meta_init.lazy_init import NOTES, LazyInitFromPretrained, wrap_methods_to_record_weight_changes
+from shardformer.meta_init.safetensors_source import load_safetensors_lazily
+from shardformer.public_names import deprecate_renamed_function_arguments
+from shardformer.transformers_compat import import_transformers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -35,7 +35,7 @@ MAX_LISTED = 8
 _one_at_a_time = Lock()  # transformers changes process-wide state while it loads
 
 
-@deprecate_renamed_parameters({"kind": "model_class", "where": "pretrained_model_name_or_path"})
+@deprecate_renamed_function_arguments({"kind": "model_class", "where": "pretrained_model_name_or_path"})
 def from_pretrained(
     model_class: type[Any],
     pretrained_model_name_or_path: str | os.PathLike[str],
@@ -77,25 +77,25 @@ def from_pretrained(
     check_bool("ignore_mismatched_sizes", ignore_mismatched_sizes)
     path_or_name = str(pretrained_model_name_or_path)
     config, model_class = _load_config_and_class(model_class, path_or_name, config, trust, hub, options)
-    files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
+    files = [load_safetensors_lazily(path, all_bytes=all_bytes) for path in _find_safetensors_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _load_generation_config(path_or_name, hub)
     with _one_at_a_time, _disable_loading_threads(), _silence_transformers_logging(), LazyInitFromPretrained():
-        model, info = _load_pretrained_model(
+        model, info = _load_pretrained_with_info(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
         if ignore_mismatched_sizes:
             mismatched = {name for name, *_ in info["mismatched_keys"]}
             info = {**info, "mismatched_keys": [], "missing_keys": {*info["missing_keys"], *mismatched}}
-        _check_loaded_weights(model, path_or_name, info)
+        _check_loaded_weights_match_model(model, path_or_name, info)
         _tie_equal_params(model)
     model.name_or_path = model.config.name_or_path = path_or_name
-    wrap_methods_for_recording(model)
-    vars(model)[NOTES] = [f"Weights loaded from {path_or_name!r}.", *_describe_missing_weights(info)]
+    wrap_methods_to_record_weight_changes(model)
+    vars(model)[NOTES] = [f"Weights loaded from {path_or_name!r}.", *_describe_missing_and_unexpected_weights(info)]
     return cast(nn.Module, model)
 
 
-def _load_pretrained_model(model_class: type[Any], path_or_name: str, **options: Any) -> tuple[Any, Any]:
+def _load_pretrained_with_info(model_class: type[Any], path_or_name: str, **options: Any) -> tuple[Any, Any]:
     try:
         loaded = model_class.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
         return cast(tuple[Any, Any], loaded)
@@ -114,7 +114,7 @@ def _load_config_and_class(
     hub_options: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    transformers = load_transformers()
+    transformers = import_transformers()
 
     if config is None:
         known = getattr(model_class, "config_class", None)
@@ -158,7 +158,7 @@ def _load_config_and_class(
             ) from error
 
 
-def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> list[str]:
+def _find_safetensors_files(path_or_name: str, hub_options: Mapping[str, Any]) -> list[str]:
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
@@ -245,7 +245,9 @@ def _silence_transformers_logging() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_loaded_weights(model: PreTrainedModel, path_or_name: str, loading_info: Mapping[str, Any]) -> None:
+def _check_loaded_weights_match_model(
+    model: PreTrainedModel, path_or_name: str, loading_info: Mapping[str, Any]
+) -> None:
     if loading_info["mismatched_keys"]:
         name, *shapes = sorted(loading_info["mismatched_keys"])[0]
         saved_shape, shape = map(tuple, shapes)
@@ -285,7 +287,7 @@ def _tie_equal_params(model: PreTrainedModel) -> None:
             model.all_tied_weights_keys.pop(target)
 
 
-def _describe_missing_weights(loading_info: Mapping[str, Iterable[str]]) -> list[str]:
+def _describe_missing_and_unexpected_weights(loading_info: Mapping[str, Iterable[str]]) -> list[str]:
     out = []
     if loading_info["missing_keys"]:
         out.append(

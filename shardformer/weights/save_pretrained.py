@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint.file_format import (
     CheckpointIndex,
-    IndexEntry,
+    TensorIndexEntry,
     TensorToWrite,
     compute_chunk_checksum,
     fsync_path,
     make_corruption_error,
     write_safetensors_file,
 )
-from shardformer.checkpoint.load import ChunkReader
+from shardformer.checkpoint.load import CheckpointChunkReader
 from shardformer.checkpoint.save import prepare_save
-from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
+from shardformer.checkpoint.training_state import WEIGHTS, ModelCheckpointTensors
 from shardformer.comm.collective_call import (
     run_and_compare_across_ranks,
     run_on_all_ranks,
@@ -38,15 +38,15 @@ from shardformer.comm.collective_call import (
 )
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem import (
-    DirectoryWriter,
+    AtomicDirectoryWriter,
     release_folder_lock,
     remove_file_or_folder,
     to_absolute_path,
     write_new_file,
 )
-from shardformer.layout.packed_weights import check_no_packed_weights, get_packed_weights_numel
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_or_build_metadata
-from shardformer.public_names import deprecate_renamed_parameters
+from shardformer.layout.packed_weights import check_no_quantized_weights, get_quantized_weights_numel
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_or_build_metadata, get_sharding_metadata
+from shardformer.public_names import deprecate_renamed_function_arguments
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_custom_code
 from shardformer.weights.state_dict import full_state_dict
@@ -58,7 +58,7 @@ WRITTEN_BY = {"written_by": "shardformer.export_pretrained"}
 """Entry in the header of each weights file."""
 
 
-MODEL_DIRECTORY = DirectoryWriter(
+MODEL_DIRECTORY = AtomicDirectoryWriter(
     re.compile(
         r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)|(pytorch_)?model\.(safetensors|bin)\.index\.json"
         r"|adapter_model\.(safetensors|bin)|(generation_|adapter_)?config\.json"
@@ -68,7 +68,7 @@ MODEL_DIRECTORY = DirectoryWriter(
 """Files that belong to a saved model. transformers loads no folder without config.json."""
 
 
-@deprecate_renamed_parameters({"folder": "directory"}, ("directory", "model"))
+@deprecate_renamed_function_arguments({"folder": "directory"}, ("directory", "model"))
 def export_pretrained(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -92,7 +92,7 @@ def export_pretrained(
         ConfigError: on all ranks, if the directory has other contents, or is the one that the model was loaded from.
         InputError: on all ranks, if writing fails.
     """
-    tensors = ModelTensors(model)
+    tensors = ModelCheckpointTensors(model)
     world, what = tensors.world, f"Exporting to {directory}"
     wait_for_all_ranks("export_pretrained", world)
     target = run_on_all_ranks(lambda: _resolve_export_directory(directory, tensors, max_file_bytes), world, what)
@@ -102,7 +102,7 @@ def export_pretrained(
         lambda: MODEL_DIRECTORY.create_temporary_directory(place, place).name, world, what
     )
     try:
-        run_on_all_ranks(lambda: checkpoint_directory.wait_for_hidden_folder(hidden), world, what)
+        run_on_all_ranks(lambda: checkpoint_directory.wait_until_folder_exists(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
             parts = job.write_or_clean_up(partial(job.write_checkpoint, sync_to_disk=False))
         index = CheckpointIndex.read(parts)
@@ -124,9 +124,11 @@ def export_pretrained(
     return target
 
 
-def _resolve_export_directory(directory: str | os.PathLike[str], tensors: ModelTensors, max_file_bytes: int) -> Path:
+def _resolve_export_directory(
+    directory: str | os.PathLike[str], tensors: ModelCheckpointTensors, max_file_bytes: int
+) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
-    check_no_packed_weights(tensors.model, "export_pretrained")
+    check_no_quantized_weights(tensors.model, "export_pretrained")
     if get_or_build_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"{type(tensors.model).__name__} cannot be exported, because it has PEFT adapters.",
@@ -142,27 +144,29 @@ def _resolve_export_directory(directory: str | os.PathLike[str], tensors: ModelT
     return target
 
 
-def check_export_directory(target: Path, model: nn.Module | None = None) -> None:
-    """Raise ConfigError if an export must not create or replace the directory ``target``.
+def check_export_directory(export_directory: Path, model: nn.Module | None = None) -> None:
+    """Raise ConfigError if an export must not create or replace the directory ``export_directory``.
 
     Files, the directory from which the model was loaded, and directories that no export wrote must not be replaced.
     """
-    if target.is_symlink():
+    if export_directory.is_symlink():
         raise ConfigError(
-            f"The export directory {target} is a symbolic link.",
+            f"The export directory {export_directory} is a symbolic link.",
             remedy="Pass the path of its target, or another directory.",
         )
-    if not target.exists():
+    if not export_directory.exists():
         return
-    if not target.is_dir() or (any(target.iterdir()) and not _is_exported_model(target)):
+    if not export_directory.is_dir() or (any(export_directory.iterdir()) and not _is_exported_model(export_directory)):
         raise ConfigError(
-            f"The export directory {target} is a file, or contains files that are not an export of ShardFormer.",
+            f"The export directory {export_directory} is a file, or contains files that are not an export of "
+            "ShardFormer.",
             remedy="Pass another directory, such as an empty one.",
         )
     source = getattr(model, "name_or_path", None)
-    if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
+    if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, export_directory):
         raise ConfigError(
-            f"The model cannot be exported to {target}, from which it was loaded.", remedy="Pass another directory."
+            f"The model cannot be exported to {export_directory}, from which it was loaded.",
+            remedy="Pass another directory.",
         )
 
 
@@ -183,9 +187,9 @@ def _is_exported_model(directory: Path) -> bool:
 
 def _assign_tensors_to_files(
     checkpoint_index: CheckpointIndex, max_file_bytes: int
-) -> dict[str, list[tuple[str, IndexEntry]]]:
+) -> dict[str, list[tuple[str, TensorIndexEntry]]]:
     """Distribute the tensors of a model over files of limited size. Return a dict from file names to tensors."""
-    files: list[list[tuple[str, IndexEntry]]] = []
+    files: list[list[tuple[str, TensorIndexEntry]]] = []
     used = max_file_bytes
     for full, entry in sorted(checkpoint_index.tensors.items()):
         kind, _, name = full.partition("/")
@@ -201,12 +205,12 @@ def _assign_tensors_to_files(
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
 
 
-def _count_tensor_bytes(index_entry: IndexEntry) -> int:
+def _count_tensor_bytes(index_entry: TensorIndexEntry) -> int:
     return int(prod(index_entry.shape) * getattr(torch, index_entry.dtype).itemsize)
 
 
-def _write_weights_file(file_path: Path, entries: Sequence[tuple[str, IndexEntry]], shards_path: Path) -> None:
-    with closing(ChunkReader(shards_path)) as reader:
+def _write_weights_file(file_path: Path, entries: Sequence[tuple[str, TensorIndexEntry]], shards_path: Path) -> None:
+    with closing(CheckpointChunkReader(shards_path)) as reader:
         tensors = [
             TensorToWrite(
                 name, getattr(torch, entry.dtype), entry.shape, partial(_read_full_tensor, reader, name, entry)
@@ -216,7 +220,7 @@ def _write_weights_file(file_path: Path, entries: Sequence[tuple[str, IndexEntry
         write_safetensors_file(file_path, tensors, {"format": "pt", **WRITTEN_BY})
 
 
-def _read_full_tensor(reader: ChunkReader, tensor_name: str, index_entry: IndexEntry) -> Tensor:
+def _read_full_tensor(reader: CheckpointChunkReader, tensor_name: str, index_entry: TensorIndexEntry) -> Tensor:
     full = torch.empty(index_entry.shape, dtype=getattr(torch, index_entry.dtype))
     for box in index_entry.chunks:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
@@ -229,7 +233,11 @@ def _read_full_tensor(reader: ChunkReader, tensor_name: str, index_entry: IndexE
 
 
 def _complete_export(
-    temporary_directory: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
+    temporary_directory: Path,
+    target: Path,
+    model: Any,
+    files: dict[str, list[tuple[str, TensorIndexEntry]]],
+    tokenizer: Any,
 ) -> None:
     """Write the config and the other remaining files of an export, and move the directory to its final path."""
     remove_file_or_folder(temporary_directory / EXPORT_FILE_NAME)
@@ -241,7 +249,7 @@ def _complete_export(
     _save_config_and_tokenizer(temporary_directory, model, tokenizer)
     fsync_path(temporary_directory)
     check_export_directory(target, model)  # it may have changed during the export
-    MODEL_DIRECTORY.replace_target(temporary_directory, target)
+    MODEL_DIRECTORY.replace_target_directory(temporary_directory, target)
     fsync_path(target.parent)
 
 
@@ -285,7 +293,7 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
@@ -294,7 +302,7 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
             )
         return int(state.stages.num_parameters)
     embeddings = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
-    packed = 0 if only_trainable else get_packed_weights_numel(model)
+    packed = 0 if only_trainable else get_quantized_weights_numel(model)
     return packed + sum(
         prod(entry.spec.shape)
         for entry in state.entries
@@ -306,14 +314,14 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
 def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
     """Save the full weights of a sharded model on the first rank, with transformers' ``save_pretrained``.
 
-    All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
+    All ranks must call it. Replaces the directory atomically (see ``AtomicDirectoryWriter``).
     """
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
-    check_no_packed_weights(model, "save_pretrained")
+    check_no_quantized_weights(model, "save_pretrained")
     run_and_compare_across_ranks(
-        context, lambda: _check_save_arguments(state, save_directory, kwargs), action="save this model"
+        context, lambda: _check_save_arguments(state, save_directory, kwargs), action_description="save this model"
     )
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(model)
@@ -329,7 +337,7 @@ def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **kwargs
         )
 
     run_and_compare_across_ranks(
-        context, write_weights, action=f"write to {str(save_directory)!r}", error_class=InputError
+        context, write_weights, action_description=f"write to {str(save_directory)!r}", error_class=InputError
     )
 
 

@@ -13,7 +13,7 @@ from shardformer.comm.collective_call import run_and_compare_across_ranks, wait_
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full_tensor
 from shardformer.errors import ConfigError, suggest_similar_names
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_metadata, get_sharded_module
+from shardformer.layout.sharding_metadata import ShardingMetadata, get_sharded_module_and_prefix, get_sharding_metadata
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import IncompatibleKeys
 
@@ -24,15 +24,17 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
     for the state dict of another model. The model is then unchanged.
     """
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     _check_assign_is_false(assign)
     if state.parameter_owner is not None:
         return _load_stage3_state_dict(model, state, state_dict, strict=strict)
     here = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    firsts = _get_first_tied_names(model, state)
+    firsts = _map_names_to_first_tied_name(model, state)
     elsewhere = set(firsts) - set(here)
-    state_dict = _add_tied_names(state_dict, here, firsts)
-    _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
+    state_dict = _add_tied_weights_under_local_names(state_dict, here, firsts)
+    _check_values_are_dense_tensors(
+        {name: value for name, value in state_dict.items() if name in here or name in elsewhere}
+    )
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.get_entries_by_param_id()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
@@ -49,11 +51,13 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     return type(model).load_state_dict(model, local, strict=strict)
 
 
-def _get_first_tied_names(model: nn.Module, metadata: ShardingMetadata) -> dict[str, str]:
-    return {} if metadata.stages is None else metadata.stages.get_canonical_names(get_sharded_module(model)[1])
+def _map_names_to_first_tied_name(model: nn.Module, metadata: ShardingMetadata) -> dict[str, str]:
+    return (
+        {} if metadata.stages is None else metadata.stages.get_canonical_names(get_sharded_module_and_prefix(model)[1])
+    )
 
 
-def _add_tied_names(
+def _add_tied_weights_under_local_names(
     state_dict: Mapping[str, Any], local_state: Mapping[str, Tensor], first_names: Mapping[str, str]
 ) -> Mapping[str, Any]:
     """Add tied weights to a state dict under the names that this pipeline stage uses for them."""
@@ -70,13 +74,13 @@ def _load_stage3_state_dict(
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
     shapes = {entry.name: entry.spec.shape for entry in metadata.entries}
     here = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    firsts = _get_first_tied_names(model, metadata)
-    state_dict = _add_tied_names(state_dict, here, firsts)
+    firsts = _map_names_to_first_tied_name(model, metadata)
+    state_dict = _add_tied_weights_under_local_names(state_dict, here, firsts)
 
     def check_arguments() -> None:
         elsewhere = set(firsts) - set(here)
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
-        _check_tensor_types({name: value for name, value in own.items() if name in here})
+        _check_values_are_dense_tensors({name: value for name, value in own.items() if name in here})
         _check_state_dict_keys(type(model).__name__, own, here, state_dict, strict=strict)
         for name, value in own.items():
             if name in shapes and tuple(value.shape) != shapes[name]:
@@ -86,7 +90,7 @@ def _load_stage3_state_dict(
                     remedy="Pass the result of full_state_dict(model), or the state dict of the unsharded model.",
                 )
 
-    run_and_compare_across_ranks(metadata.context, check_arguments, action="load a state dict")
+    run_and_compare_across_ranks(metadata.context, check_arguments, action_description="load a state dict")
     return IncompatibleKeys(*load_full_state_dict_into_shards(model, state_dict))
 
 
@@ -98,7 +102,7 @@ def _check_assign_is_false(assign: bool) -> None:
         )
 
 
-def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
+def _check_values_are_dense_tensors(state_dict: Mapping[str, Any]) -> None:
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
             is_tensor = isinstance(value, Tensor)
@@ -157,7 +161,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def gather_state_dict(model: nn.Module, name_filter: Callable[[str], bool]) -> dict[str, Tensor]:
     """Gather the full values of selected tensors of a sharded model. All ranks must select the same names."""
-    state = get_metadata(model)
+    state = get_sharding_metadata(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)
     entries = state.get_entries_by_param_id()
@@ -177,14 +181,14 @@ def gather_state_dict(model: nn.Module, name_filter: Callable[[str], bool]) -> d
         state.parameter_owner.free_gathered_params()
     if state.stages is None or state.context.pipe.size == 1:
         return out
-    _, prefix = get_sharded_module(model)
+    _, prefix = get_sharded_module_and_prefix(model)
     inside = {name.removeprefix(prefix): x for name, x in out.items() if name.startswith(prefix)}
-    joined = _broadcast_from_stages(inside, state.stages, state, lambda name: name_filter(prefix + name))
+    joined = _broadcast_state_dicts_from_stages(inside, state.stages, state, lambda name: name_filter(prefix + name))
     outside = {name: x for name, x in out.items() if not name.startswith(prefix)}
     return {prefix + name: x for name, x in joined.items()} | outside
 
 
-def _broadcast_from_stages(
+def _broadcast_state_dicts_from_stages(
     local_state: dict[str, Tensor],
     pipeline_stages: PipelineStages,
     metadata: ShardingMetadata,

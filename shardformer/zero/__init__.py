@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardformer.public_names import make_lazy_imports
+from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
     from shardformer.zero.memory_estimate import MemoryEstimate as MemoryEstimate
@@ -28,5 +28,5 @@ class _CallablePackage(ModuleType):
         return shard_optimizer(model, optimizer, **options)
 
 
-__getattr__, __all__ = make_lazy_imports(__name__)
+__getattr__, __all__ = make_lazy_getattr_and_all(__name__)
 setattr(sys.modules[__name__], "__class__", _CallablePackage)  # noqa: B010  (an assignment to a subscript)

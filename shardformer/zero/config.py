@@ -43,7 +43,7 @@ class ZeroOptions:
                 f"reshard_after_forward must be True, False, 'free', or a number of bytes, but got {reshard!r}.",
                 remedy="Omit reshard_after_forward to free each layer after its forward pass.",
             )
-        if self.offload.to is not None and self.precision.rounding is not None:
+        if self.offload.to is not None and self.precision.weight_rounding_mode is not None:
             raise ConfigError(
                 f"MixedPrecision(master_weights={self.precision.master_weights!r}) does not support "
                 f"offload={self.offload.to!r}.",

@@ -32,10 +32,10 @@ GRADIENTS = (
 REMEDY = "Use another optimizer, such as AdamW, or use only data parallelism without ZeRO"
 
 
-def _create_trial_inputs(shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _create_trial_params_and_grads(matrix_shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return the values of each trial matrix and its gradients in all steps, stacked."""
     inputs = []
-    for shape in shapes:
+    for shape in matrix_shapes:
         generator = torch.Generator("cpu").manual_seed(0)
         value = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator).flatten()
         rolled = [value.roll(5 * step + 1) for step in range(len(GRADIENTS))]
@@ -58,13 +58,13 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
     """
     if (needed := getattr(optimizer, "needs_full_matrices", None)) is not None:
         return bool(needed)
-    return any([_run_trial(optimizer, *item) for item in _get_distinct_groups(optimizer).items()])
+    return any([_run_or_reuse_trial(optimizer, *item) for item in _get_distinct_param_groups(optimizer).items()])
 
 
-def _run_trial(optimizer: Optimizer, settings: str, param_group: dict[str, Any]) -> bool:
+def _run_or_reuse_trial(optimizer: Optimizer, settings_key: str, param_group: dict[str, Any]) -> bool:
     """Run the trial for a parameter group, or return the result for an equal optimizer without state of its own."""
     kind, plain = type(optimizer), vars(torch.optim.SGD([torch.zeros(1)]))
-    key = (kind.step, settings)
+    key = (kind.step, settings_key)
     # a scheduler replaces methods, which the trial ignores; any other attribute may determine the updates
     own = [n for n, v in vars(optimizer).items() if n not in plain and not (callable(v) and hasattr(kind, n))]
     is_plain = not optimizer.state and all(name.startswith("_shardformer") for name in own)
@@ -81,22 +81,26 @@ def _run_trial(optimizer: Optimizer, settings: str, param_group: dict[str, Any])
 _RESULTS: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, str], bool]] = WeakKeyDictionary()
 
 
-def _get_distinct_groups(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def _get_distinct_param_groups(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return one of all parameter groups that have the same settings, apart from their learning rates."""
     ignored = ("params", "param_names", "lr", "initial_lr")
     return {repr([x for x in group.items() if x[0] not in ignored]): group for group in optimizer.param_groups}
 
 
 def _group_requires_full_matrices(
-    optimizer: Optimizer, param_group: dict[str, Any], shapes: Sequence[tuple[int, int]]
+    optimizer: Optimizer, param_group: dict[str, Any], matrix_shapes: Sequence[tuple[int, int]]
 ) -> bool:
-    inputs, name, run = _create_trial_inputs(shapes), type(optimizer).__name__, partial(_run_trial_steps, optimizer)
+    inputs, name, run = (
+        _create_trial_params_and_grads(matrix_shapes),
+        type(optimizer).__name__,
+        partial(_run_trial_steps, optimizer),
+    )
     try:
         together = run(param_group, inputs)
-        again = run(param_group, inputs) if shapes is SMALL_SHAPES else together
+        again = run(param_group, inputs) if matrix_shapes is SMALL_SHAPES else together
         alone = [run(param_group, [each]) for each in inputs]
     except Exception as error:
-        if shapes is LARGE_SHAPES:
+        if matrix_shapes is LARGE_SHAPES:
             return False
         raise ConfigError(
             f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}.",
@@ -134,9 +138,9 @@ def can_step_params_separately(optimizer: Optimizer) -> bool:
     """
     if has_step_hooks(optimizer):
         return False
-    inputs = _create_trial_inputs(SMALL_SHAPES)
+    inputs = _create_trial_params_and_grads(SMALL_SHAPES)
     try:
-        for group in _get_distinct_groups(optimizer).values():
+        for group in _get_distinct_param_groups(optimizer).values():
             together, separate = (_run_trial_steps(optimizer, group, inputs, step_separately=x) for x in (False, True))
             if len(together) != len(separate) or _compute_max_difference(together, separate) > 0:
                 return False
@@ -158,23 +162,27 @@ def _compute_max_difference(results: Sequence[Tensor], other_results: Sequence[T
 
 
 def _run_trial_steps(
-    optimizer: Optimizer, param_group: dict[str, Any], inputs: Sequence[Tensor], *, step_separately: bool = False
+    optimizer: Optimizer,
+    param_group: dict[str, Any],
+    param_and_grad_values: Sequence[Tensor],
+    *,
+    step_separately: bool = False,
 ) -> list[Tensor]:
     """Run a copy of an optimizer, and return the flattened values of all parameters after each step.
 
     An error after the first steps ends the run.
 
     Args:
-        inputs: The values and gradients of each parameter, as from ``_create_trial_inputs``.
+        param_and_grad_values: The values and gradients of each parameter, as from ``_create_trial_params_and_grads``.
     """
-    params = [nn.Parameter(values[0].clone()) for values in inputs]
-    tried = _copy_optimizer(optimizer, param_group, params)
+    params = [nn.Parameter(values[0].clone()) for values in param_and_grad_values]
+    tried = _copy_optimizer_for_trial(optimizer, param_group, params)
     group = tried.param_groups[0]
     if isinstance(rate := group.get("lr"), float | int | Tensor):  # a scheduler may start at 0
         group["lr"] = rate.clamp(min=MIN_LR) if isinstance(rate, Tensor) else max(rate, MIN_LR)
     results: list[Tensor] = []
     for step in range(len(GRADIENTS)):
-        for param, values in zip(params, inputs, strict=True):
+        for param, values in zip(params, param_and_grad_values, strict=True):
             param.grad = values[step + 1].clone()
         try:
             for turn in [[param] for param in params] if step_separately else [params]:
@@ -188,7 +196,7 @@ def _run_trial_steps(
     return results
 
 
-def _copy_optimizer(optimizer: Optimizer, param_group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+def _copy_optimizer_for_trial(optimizer: Optimizer, param_group: dict[str, Any], params: list[nn.Parameter]) -> Any:
     """Copy an optimizer without its state and hooks, and use other parameters in the copy."""
     here: dict[str, Any] = {}
     memo: dict[int, Any] = {id(param_group): here, id(optimizer.param_groups): [here]}
@@ -255,18 +263,18 @@ def compute_state_after_one_step(
 ) -> dict[str, Any]:
     param = nn.Parameter(param_value.clone())
     param.grad = torch.ones_like(param)
-    tried = _copy_optimizer(optimizer, param_group, [param])
+    tried = _copy_optimizer_for_trial(optimizer, param_group, [param])
     tried.step()
     return dict(tried.state[param])
 
 
 def estimate_optimizer_state_bytes(
-    optimizer: Optimizer, param_group: dict[str, Any], param: Tensor, itemsize: int = 0
+    optimizer: Optimizer, param_group: dict[str, Any], param: Tensor, weight_itemsize: int = 0
 ) -> float:
     """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
 
     Args:
-        itemsize: Bytes per element of the weights that the optimizer updates. By default those of ``param``.
+        weight_itemsize: Bytes per element of the weights that the optimizer updates. By default those of ``param``.
     """
     small = [min(n, 4) for n in param.shape]
     with without_fake_tensors():
@@ -274,5 +282,5 @@ def estimate_optimizer_state_bytes(
     found = 0.0
     for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
-        found += prod(full) * ((itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
+        found += prod(full) * ((weight_itemsize or param.element_size()) if x.is_floating_point() else x.element_size())
     return found

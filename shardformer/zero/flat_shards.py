@@ -22,10 +22,10 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientBucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostOffloadManager, MasterWeightStore
-from shardformer.torch_compat import has_data, tolist_or_ones
+from shardformer.offload.host import AsyncHostDeviceCopy, HostDeviceCopier, HostOffloadManager, MasterWeightStore
+from shardformer.torch_compat import has_real_data, tolist_or_ones
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.mixed_precision import KAHAN, BF16WeightStore, RoundedParamSlice
+from shardformer.zero.mixed_precision import KAHAN, BF16RoundedParamSlice, BF16WeightStore
 
 EDITS = 2**12
 """Modulus of the edit counter. Sums of squares of smaller numbers over all ranks are exact in fp64."""
@@ -67,7 +67,7 @@ class UnshardOptions:
     copier: HostDeviceCopier | None = None
 
 
-class FlatShard:
+class FlatParamShard:
     """This rank's shard of the parameters and gradients of one gradient bucket.
 
     Each ``start_param_all_gather`` communicates one all-gather of the parameters.
@@ -95,12 +95,12 @@ class FlatShard:
         rounding_mode: str | None = None,
     ) -> None:
         self.gradient_slots, self.axis = bucket.gradients, axis or bucket.axis
-        self._slices = bucket.owner_rank_transfer if axis is None else None
+        self._slices = bucket.param_owner_communicator if axis is None else None
         first = self.gradient_slots[0].param
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.device = first.device
         self.wide_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.length, self.places = bucket.get_shard_ranges(self.axis.size)
+        self.length, self.places = bucket.get_shard_numel_and_ranges(self.axis.size)
         self.gathered, self.keeps = unshard_options, unshard_options is not None
         self._link = unshard_options.copier if unshard_options is not None else None
         lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradient_slots)
@@ -123,8 +123,8 @@ class FlatShard:
         self.edits = 0  # fingerprint of the user's edits of gradients, compared across ranks
         self._is_discarded = False  # whether the user discarded the gradient of a parameter
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
-        self._going_up: AsyncCopy | None = None
-        self._fetched: tuple[Tensor, AsyncCopy] | None = None
+        self._going_up: AsyncHostDeviceCopy | None = None
+        self._fetched: tuple[Tensor, AsyncHostDeviceCopy] | None = None
         self.record_param_versions()
 
     def enable_stochastic_rounding(self, seeds_by_entry_id: Mapping[int, int]) -> None:
@@ -136,7 +136,7 @@ class FlatShard:
         if self.rounded is not None:
             self.rounded.set_param_slices(
                 [
-                    RoundedParamSlice(p.value, p.shard_range, p.param_range.start, seeds_by_entry_id[id(p.entry)])
+                    BF16RoundedParamSlice(p.value, p.shard_range, p.param_range.start, seeds_by_entry_id[id(p.entry)])
                     for p in self.slices
                 ]
             )
@@ -171,7 +171,7 @@ class FlatShard:
 
     def find_reallocated_param(self) -> str | None:
         """Return the name of the first parameter that no longer uses the memory of this shard, or None."""
-        if self.full is None or not has_data(self.full):
+        if self.full is None or not has_real_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
@@ -187,7 +187,7 @@ class FlatShard:
         written = [n for n, g in enumerate(self.gradient_slots) if g.param._version != self._versions[n]]
         if self.keeps or not written:
             return
-        with self.edit_master_weights():
+        with self.allow_master_weight_edits():
             for number in written:
                 self._copy_param_to_shard(number)
         self.record_param_versions()
@@ -285,7 +285,7 @@ class FlatShard:
 
         On a GPU, missing gradients become zeros.
         """
-        if not has_data(self.local) or (total := self.reduced_grads) is None:
+        if not has_real_data(self.local) or (total := self.reduced_grads) is None:
             return
         known = (
             self.has_grad_per_param
@@ -315,7 +315,7 @@ class FlatShard:
             if gradient.has_changed and grad is None:
                 self.discard_grad(param_index)  # including gradients that were accumulated in no_sync
             elif result is not None:
-                self._store_assigned_grad(param_index, result)
+                self._store_user_assigned_grad(param_index, result)
             return
         param_slice = self._slice_of.get(param_index)
         local = param_slice.value.grad if param_slice is not None else None
@@ -325,7 +325,7 @@ class FlatShard:
             self.discard_grad(param_index)
             return
         if not is_own:
-            raise make_assigned_grad_error(gradient.entry.name)
+            raise make_unsupported_assigned_grad_error(gradient.entry.name)
         del self._shown[param_index]
         gradient.param.grad = None
         if result is not None:
@@ -334,7 +334,7 @@ class FlatShard:
         elif local is not None and local is not shown[1]:
             self.get_local_grad(param_index).copy_(local.reshape(-1))
 
-    def _store_assigned_grad(self, param_index: int, grad_values: Tensor) -> None:
+    def _store_user_assigned_grad(self, param_index: int, grad_values: Tensor) -> None:
         """Store a gradient that the user computed and assigned to ``p.grad`` after ``zero_grad``."""
         self.gradient_slots[param_index].param.grad = None
         self.record_grad_edit(param_index, "put back")
@@ -418,7 +418,7 @@ class FlatShard:
         """Move offloaded master weights to the device permanently. Must be called between two optimizer steps."""
         assert self.host is not None
         self.host.load()
-        self.host.wait()
+        self.host.wait_for_copies()
         self.host, self.has_masters = None, self.wide_dtype != self.dtype or self.is_offloaded
         for param_slice in self.slices:
             if self.has_masters:
@@ -427,10 +427,10 @@ class FlatShard:
                 param_slice.value.data = self.local[param_slice.shard_range].view_as(param_slice.value)
 
     @contextmanager
-    def edit_master_weights(self) -> Iterator[None]:
+    def allow_master_weight_edits(self) -> Iterator[None]:
         """Allow changes to the master weights inside this context, and save them on exit. Use it between two steps."""
         self.master_weight_store.load()
-        self.master_weight_store.wait()
+        self.master_weight_store.wait_for_copies()
         try:
             yield
         finally:
@@ -447,7 +447,7 @@ class FlatShard:
             copy.wait()
             local = self._get_local_shard(full_buffer)
         else:
-            full_buffer, local = self._allocate_full_params() if self.full is None else self.full, self.local
+            full_buffer, local = self._allocate_full_param_buffer() if self.full is None else self.full, self.local
         if self._slices is not None:
             return self._slices.start_param_broadcast(local, full_buffer, self.places)
         return start_all_gather_into_tensor(full_buffer, local, self.axis, "parameters")
@@ -455,7 +455,7 @@ class FlatShard:
     def prefetch_params_to_device(self) -> None:
         """Start copying this rank's shard of the parameters to the device if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
-            full_buffer = self._allocate_full_params()
+            full_buffer = self._allocate_full_param_buffer()
             self._fetched = full_buffer, self._link.start_copy_to_device(self._get_local_shard(full_buffer), self.local)
 
     def release_prefetched_params(self) -> None:
@@ -464,7 +464,7 @@ class FlatShard:
             self._fetched[1].synchronize()
             self._fetched = None
 
-    def _allocate_full_params(self) -> Tensor:
+    def _allocate_full_param_buffer(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.allocate_buffer(numel, self.dtype, self.device)
@@ -485,7 +485,7 @@ class FlatShard:
             else None
         )
 
-    def copy_gathered_params(self, gathered_values: Tensor) -> None:
+    def copy_gathered_values_to_params(self, gathered_values: Tensor) -> None:
         """Update parameters that are stored as slices on this rank from the all-gathered full values."""
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
@@ -493,7 +493,7 @@ class FlatShard:
         self.record_param_versions()
 
 
-def make_assigned_grad_error(param_name: str) -> ConfigError:
+def make_unsupported_assigned_grad_error(param_name: str) -> ConfigError:
     return ConfigError(
         f"ZeRO does not support the tensor that was assigned to the .grad of parameter {param_name}.",
         remedy="Change p.grad in place, as in p.grad.mul_(0.5), or use a hook of the parameter (register_hook).",

@@ -25,7 +25,7 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 
 
 class GradStorage(Protocol):
-    """Interface of the object that stores the gradients of a bucket (see ``FlatShard``)."""
+    """Interface of the object that stores the gradients of a bucket (see ``FlatParamShard``)."""
 
     @property
     def gradient_slots(self) -> Sequence[GradientSlot]: ...
@@ -98,7 +98,7 @@ class ShardedGradient(Tensor):
         if self.result is None:
             self.grad_storage.record_grad_edit(self.param_index, str(func))
 
-    def get_local_operand(self, operand: Tensor, func: TorchFunction) -> Tensor:
+    def slice_operand_like_local_grad(self, operand: Tensor, func: TorchFunction) -> Tensor:
         """Return the elements of an operand ``operand`` that correspond to this rank's slice of the gradient."""
         local = self.local_grad
         if isinstance(operand, ShardedGradient):
@@ -160,7 +160,9 @@ def _apply_elementwise_op(func: Any, sharded_grad: ShardedGradient, args: Any, k
         return ShardedGradient(
             sharded_grad.grad_storage, sharded_grad.param_index
         )  # still the gradient itself, not a computed result
-    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: sharded_grad.get_local_operand(x, func))
+    result = _call_with_replaced_tensors(
+        func, args, kwargs, lambda x: sharded_grad.slice_operand_like_local_grad(x, func)
+    )
     if is_inplace:
         sharded_grad.record_grad_edit(func)
         return kwargs.get("out", args[0])
@@ -176,7 +178,9 @@ def _apply_foreach_op(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         if not isinstance(operands, (list, tuple)):
             return operands
         pairs = zip(operands, firsts, strict=False)
-        return [x if f is None or not isinstance(x, Tensor) else f.get_local_operand(x, func) for x, f in pairs]
+        return [
+            x if f is None or not isinstance(x, Tensor) else f.slice_operand_like_local_grad(x, func) for x, f in pairs
+        ]
 
     results = func(*map(unwrap_operands, args), **{name: unwrap_operands(x) for name, x in kwargs.items()})
     if torch_compat.schema_of(func).is_mutable or results is None:

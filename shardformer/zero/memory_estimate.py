@@ -25,12 +25,12 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError, check_int, format_bytes
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_is_module
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.disk import FileOffloadManager, FileShard
+from shardformer.offload.disk import DiskShard, FileOffloadManager
 from shardformer.offload.host import DEVICE_TO_HOST, FREE_MEMORY, HOST_TO_DEVICE, HostOffloadManager, OffloadConfig
 from shardformer.torch_compat import get_storage_id
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.elementwise_trial import estimate_optimizer_state_bytes
-from shardformer.zero.flat_shards import FlatShard
+from shardformer.zero.flat_shards import FlatParamShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.stage3_parameters import Stage3ParamGroup, UnshardedGroupCache, group_params_by_layer
@@ -99,7 +99,7 @@ def estimate_memory(
     optimizers = as_optimizer_list(optimizer)
     if data is not None:
         check_int("data", data, unit="data ranks", example=4)
-    narrow = options.precision.dtype
+    narrow = options.precision.param_dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
     ranks = {key: n if stage > 0 else 1 for key, n in _count_shard_ranks_per_param(model, data).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -167,7 +167,7 @@ def _count_shard_ranks_per_param(model: nn.Module, num_data_ranks: int | None) -
 
 def measure_memory(
     metadata: ShardingMetadata,
-    shards: Sequence[FlatShard],
+    shards: Sequence[FlatParamShard],
     param_groups: Sequence[Stage3ParamGroup],
     optimizers: Sequence[Optimizer],
 ) -> MemoryEstimate:
@@ -190,10 +190,10 @@ def measure_memory(
         parameters=_sum_storage_bytes(params),
         gathered=_sum_storage_bytes([base for unit in param_groups for base in unit.bases]),
         gradients=_sum_storage_bytes([total for shard in here if (total := shard.reduced_grads) is not None] + grads),
-        masters=_sum_storage_bytes([x for shard in here for x in _get_master_weights(shard)]),
+        masters=_sum_storage_bytes([x for shard in here for x in _get_master_weights_or_residuals(shard)]),
         states=_sum_storage_bytes([x for shard in here for x in _get_optimizer_state_tensors(optimizers, shard)]),
         host=_sum_storage_bytes(on_host),
-        disk=sum(shard.host.num_bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
+        disk=sum(shard.host.num_reserved_bytes for shard in shards if isinstance(shard.host, DiskShard)),
     )
 
 
@@ -201,13 +201,13 @@ def _sum_storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({get_storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _get_master_weights(shard: FlatShard) -> list[Tensor]:
+def _get_master_weights_or_residuals(shard: FlatParamShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
     return [p.value for p in shard.slices] if shard.has_masters else []
 
 
-def _get_optimizer_state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
+def _get_optimizer_state_tensors(optimizers: Sequence[Optimizer], shard: FlatParamShard) -> list[Tensor]:
     states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
@@ -221,8 +221,8 @@ def format_memory_report(
     """Format the ZeRO options, memory use and offload bandwidth as text for ``describe_sharding``."""
     precision, offload = zero_options.precision, zero_options.offload
     title = [f"ZeRO stage {zero_options.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
-    if precision.rounding is not None:
-        title.append(f"no master weights: {precision.rounding}")
+    if precision.weight_rounding_mode is not None:
+        title.append(f"no master weights: {precision.weight_rounding_mode}")
     if offload.to is not None:
         title.append(f"offload to {offload.to}")
     reduced = "in every backward pass, even under no_sync" if zero_options.stage >= 2 else "once per step under no_sync"
@@ -269,7 +269,7 @@ class DevicePlacementManager:
     def __init__(
         self,
         zero_options: ZeroOptions,
-        shards: Sequence[FlatShard],
+        shards: Sequence[FlatParamShard],
         unsharded_cache: UnshardedGroupCache | None,
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
@@ -312,7 +312,7 @@ class DevicePlacementManager:
                 move_shard_to_device(shard, self._optimizers)
         return max_bytes
 
-    def _compute_shard_device_bytes(self, shard: FlatShard) -> float:
+    def _compute_shard_device_bytes(self, shard: FlatParamShard) -> float:
         found = shard.length * shard.wide_dtype.itemsize * (1 + (shard.wide_dtype != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
@@ -327,7 +327,7 @@ def get_free_bytes_at_peak(device: torch.device) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
-def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
+def move_shard_to_device(shard: FlatParamShard, optimizers: Sequence[Optimizer]) -> None:
     """Move the offloaded master weights and optimizer states of a shard to the device between two steps."""
     shard.move_master_weights_to_device()
     values = {id(p.value): p.value for p in shard.slices}

@@ -107,12 +107,12 @@ class MixedPrecision:
         return precision if isinstance(precision, cls) else cls(precision)
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def param_dtype(self) -> torch.dtype | None:
         """The dtype to which the parameters are converted, or None to keep their dtype."""
         return PARAMETER_DTYPES[self.parameters]
 
     @property
-    def rounding(self) -> str | None:
+    def weight_rounding_mode(self) -> str | None:
         """The method for rounding updated parameters to bf16, or None if there are fp32 master weights."""
         return self.master_weights if self.master_weights != "fp32" else None
 
@@ -122,7 +122,7 @@ class MixedPrecision:
         return torch.float32 if self.gradients else None
 
     @property
-    def scale(self) -> float:
+    def current_loss_scale(self) -> float:
         """The factor by which the loss is multiplied before the backward pass."""
         return self.loss_scale.value if self.parameters == "fp16" else 1.0
 
@@ -132,7 +132,7 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedParamSlice:
+class BF16RoundedParamSlice:
     """A slice of a bf16 parameter that is updated in fp32, although there are no master weights.
 
     Args:
@@ -157,12 +157,12 @@ class BF16WeightStore(MasterWeightStore):
     """
 
     def __init__(self, bf16_shard: Tensor, *, keep_residual: bool) -> None:
-        self._own, self._slices = bf16_shard, list[RoundedParamSlice]()
+        self._own, self._slices = bf16_shard, list[BF16RoundedParamSlice]()
         self.rest = torch.zeros_like(bf16_shard) if keep_residual else None
         self._values: Tensor | None = None
         self.step = 0  # number of stochastic roundings
 
-    def set_param_slices(self, param_slices: Sequence[RoundedParamSlice]) -> None:
+    def set_param_slices(self, param_slices: Sequence[BF16RoundedParamSlice]) -> None:
         """Assign parameter slices to this shard, and round their fp32 values to bf16."""
         self._slices = list(param_slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)

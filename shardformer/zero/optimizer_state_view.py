@@ -18,8 +18,8 @@ from shardformer.comm.collective_call import all_gather_over_mesh, run_and_compa
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_params_by_metadata
-from shardformer.torch_patches import Apply, Patch, replace_attribute
-from shardformer.zero.flat_shards import FlatShard, ParamSlice
+from shardformer.torch_patches import Apply, LibraryPatch, replace_attribute
+from shardformer.zero.flat_shards import FlatParamShard, ParamSlice
 
 State = dict[str, Any]
 
@@ -145,7 +145,7 @@ def _patch_state_dict(original_state_dict: Callable[..., dict[str, Any]]) -> Cal
     @wraps(original_state_dict)
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:
         found: dict[str, Any] = original_state_dict(optimizer)
-        if place := get_optimizer_state_coords(optimizer):
+        if place := get_optimizer_state_mesh_coords(optimizer):
             found[COORDINATES_KEY] = place
         return found
 
@@ -163,19 +163,19 @@ def _patch_load_state_dict(original_load_state_dict: Callable[..., None]) -> Cal
             run_and_compare_across_ranks(
                 table.context,
                 lambda: original_load_state_dict(optimizer, state_dict),
-                action=f"load the state of {type(optimizer).__name__}",
+                action_description=f"load the state of {type(optimizer).__name__}",
             )
 
     return load_state_dict
 
 
-STATE_PATCHES: Mapping[Patch, Apply] = {
-    Patch(
+STATE_PATCHES: Mapping[LibraryPatch, Apply] = {
+    LibraryPatch(
         "torch.optim.Optimizer.state_dict",
         "shardformer.zero.optimizer_state_view",
         "records the coordinates of the rank, whose parameters are shards",
     ): lambda: replace_attribute(Optimizer, "state_dict", _patch_state_dict(Optimizer.state_dict)),
-    Patch(
+    LibraryPatch(
         "torch.optim.Optimizer.load_state_dict",
         "shardformer.zero.optimizer_state_view",
         "shards the state of an unsharded model; raises on all ranks if another rank saved the state",
@@ -196,7 +196,7 @@ def _find_sharding_metadata(optimizer: Optimizer) -> ShardingMetadata | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def get_optimizer_state_coords(optimizer: Optimizer) -> StateCoordinates:
+def get_optimizer_state_mesh_coords(optimizer: Optimizer) -> StateCoordinates:
     """Return the mesh axes over which an optimizer's state is sharded, with their sizes and this rank's positions."""
     table, holder = _find_sharding_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
@@ -220,14 +220,14 @@ def _check_and_shard_state_dict(
     Raises:
         ConfigError: A different rank saved the state. Raised on all ranks.
     """
-    own, sums, problem, kind = get_optimizer_state_coords(optimizer), list[float](), None, type(optimizer).__name__
+    own, sums, problem, kind = get_optimizer_state_mesh_coords(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
         state_dict = _shard_optimizer_state_dict(optimizer, state_dict, metadata)
         saved = state_dict.get(COORDINATES_KEY)
         if saved is not None and saved != own:
-            problem = f"the state was saved by the rank with mesh coordinates {_format_coords(saved)}"
-            problem += f", but this rank has {_format_coords(own)}"
+            problem = f"the state was saved by the rank with mesh coordinates {_format_mesh_coords(saved)}"
+            problem += f", but this rank has {_format_mesh_coords(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
             problem = "its parameter groups differ in size from those of the optimizer"
         elif saved is None and own:
@@ -271,7 +271,7 @@ def _shard_optimizer_state_dict(
     return {
         **state_dict,
         "state": {**state_dict["state"], **sharded},
-        COORDINATES_KEY: get_optimizer_state_coords(optimizer),
+        COORDINATES_KEY: get_optimizer_state_mesh_coords(optimizer),
     }
 
 
@@ -287,10 +287,10 @@ def _pair_state_keys_with_params(optimizer: Optimizer, state_dict: Mapping[str, 
     return list(zip(numbers, params, strict=False))
 
 
-def _format_coords(coords: Any) -> str:
-    if not isinstance(coords, dict):
-        return repr(coords)[:80]
-    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coords.items()) or "an unsharded model"
+def _format_mesh_coords(mesh_coords: Any) -> str:
+    if not isinstance(mesh_coords, dict):
+        return repr(mesh_coords)[:80]
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in mesh_coords.items()) or "an unsharded model"
 
 
 def _compute_state_norms(optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata) -> list[float]:
@@ -312,7 +312,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
     state contains empty tensors, so that a script can edit the states of all parameters on every rank.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatParamShard]) -> None:
         self._optimizers = optimizers
         self._slices: dict[int, ParamSlice | None] = {
             id(g.param): None for shard in shards for g in shard.gradient_slots
@@ -333,7 +333,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
 
     def __getitem__(self, key: Tensor) -> State:
         found = self._find_state_and_key(key)
-        return RemoteOptimizerState(key) if found is None else found[0][found[1]]
+        return RemoteOptimizerStatePlaceholder(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
         if (found := self._find_state_and_key(key)) is not None:
@@ -366,7 +366,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         return f"OptimizerStateView({dict(self)})"
 
 
-class RemoteOptimizerState(dict[str, Any]):
+class RemoteOptimizerStatePlaceholder(dict[str, Any]):
     """A placeholder, with empty tensors as values, for an optimizer state that only other ranks store."""
 
     def __init__(self, like_tensor: Tensor) -> None:

@@ -21,9 +21,9 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import FileOffloadManager
 from shardformer.offload.host import HostOffloadManager
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_real_data
 from shardformer.zero.elementwise_trial import can_step_params_separately
-from shardformer.zero.flat_shards import EDITS, FlatShard
+from shardformer.zero.flat_shards import EDITS, FlatParamShard
 
 MAX_UPDATES_IN_FLIGHT = 8
 """Maximum number of all-gathers in progress, which limits the memory of their buffers."""
@@ -39,7 +39,7 @@ class ShardedParamUpdater:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        shards: Sequence[FlatShard],
+        shards: Sequence[FlatParamShard],
         host_manager: HostOffloadManager | None,
         context: ParallelContext,
     ) -> None:
@@ -47,7 +47,7 @@ class ShardedParamUpdater:
         comes = host_manager is not None or any(shard.rounded is not None for shard in shards)
         self._steps_separately = comes and all(can_step_params_separately(optimizer) for optimizer in optimizers)
 
-    def update_params(self) -> None:
+    def update_and_all_gather_params(self) -> None:
         """Update all shards of this rank that have received gradients, and all-gather the updated parameters.
 
         All ranks gather the shards in the same order. Shards on the device come first. With offload to files, they come
@@ -69,7 +69,7 @@ class ShardedParamUpdater:
         else:
             self._update_shard_groups([lasting, *rounded, *there] if self._steps_separately else [changed])
 
-    def _update_shard_groups(self, shard_groups: Sequence[Sequence[FlatShard]]) -> None:
+    def _update_shard_groups(self, shard_groups: Sequence[Sequence[FlatParamShard]]) -> None:
         all_gather = OverlappedParamAllGather()
         with self._host.use_optimizer_threads() if self._host is not None else nullcontext():
             for number, group in enumerate(shard_groups):
@@ -84,7 +84,9 @@ class ShardedParamUpdater:
                     shard.master_weight_store.evict()
         all_gather.finish()
 
-    def _commit_or_roll_back_file_shards(self, file_manager: FileOffloadManager, shards: Sequence[FlatShard]) -> None:
+    def _commit_or_roll_back_file_shards(
+        self, file_manager: FileOffloadManager, shards: Sequence[FlatParamShard]
+    ) -> None:
         failure = file_manager.commit_or_roll_back(
             [shard.host for shard in shards if shard.host is not None], self._context
         )
@@ -108,7 +110,7 @@ class ShardedParamUpdater:
             remedy="Free disk space and continue with the next batch, or save the model.",
         )
 
-    def _step_optimizers(self, shards: Sequence[FlatShard] | None) -> None:
+    def _step_optimizers(self, shards: Sequence[FlatParamShard] | None) -> None:
         """Run the optimizers for the parameters in ``shards``, or for all parameters if ``shards`` is None."""
         if shards is None:
             for optimizer in self._optimizers:
@@ -125,10 +127,10 @@ class OverlappedParamAllGather:
     """All-gathers updated parameters while the next shards are still being copied to the device."""
 
     def __init__(self) -> None:
-        self._stored: list[FlatShard] = []
-        self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
+        self._stored: list[FlatParamShard] = []
+        self._under_way: deque[tuple[FlatParamShard, PendingCollective]] = deque()
 
-    def add_shards(self, shards: Sequence[FlatShard]) -> None:
+    def add_shards(self, shards: Sequence[FlatParamShard]) -> None:
         """Start the all-gathers of the previous call's shards, and store ``shards`` for the next call."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
@@ -139,7 +141,7 @@ class OverlappedParamAllGather:
     def _wait_for_oldest_all_gathers(self, max_in_flight: int) -> None:
         while len(self._under_way) > max_in_flight:
             shard, values = self._under_way.popleft()
-            shard.copy_gathered_params(values.wait())
+            shard.copy_gathered_values_to_params(values.wait())
 
     def finish(self) -> None:
         """All-gather the remaining shards, and wait until all parameters of the model are up to date."""
@@ -170,13 +172,13 @@ EDITS_DIFFER = 2.0**32
 
 
 def compute_sharded_grad_norm(
-    shards: Sequence[FlatShard],
+    shards: Sequence[FlatParamShard],
     metadata: ShardingMetadata,
-    stage: int,
+    zero_stage: int,
     local_error: Exception | None = None,
     param_ids: Collection[int] | None = None,
     *,
-    within_stage: bool = False,
+    within_pipeline_stage: bool = False,
 ) -> Tensor:
     """Return the 2-norm of a model's sharded gradients, which is identical on all ranks.
 
@@ -185,7 +187,7 @@ def compute_sharded_grad_norm(
     Args:
         local_error: An error on this rank, which makes every rank raise.
         param_ids: The ids of the parameters to include, or None to include all.
-        within_stage: Whether only the ranks of one pipeline stage call this function.
+        within_pipeline_stage: Whether only the ranks of one pipeline stage call this function.
 
     Raises:
         ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
@@ -200,11 +202,11 @@ def compute_sharded_grad_norm(
             is_asked = shard.has_grad_per_param[p.param_index] and (
                 param_ids is None or id(p.grad_slot.param) in param_ids
             )
-            if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, stage):
+            if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, zero_stage):
                 total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(metadata.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
-    axes = [axis for axis in axes if not (within_stage and axis.name == "pipe")]
+    axes = [axis for axis in axes if not (within_pipeline_stage and axis.name == "pipe")]
     for axis in axes:
         if axis.name in SHARED_GRADIENT_AXES:
             count *= axis.size
@@ -215,12 +217,12 @@ def compute_sharded_grad_norm(
     if local_error is not None:
         raise local_error
     total, problems = total[0], total[1]
-    if has_data(problems) and bool(problems >= EDITS_DIFFER):
+    if has_real_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "p.grad was modified differently on different ranks since the last zero_grad.",
             remedy="Apply the same changes to p.grad on all ranks, independent of the rank, its batch and its loss.",
         )
-    if has_data(problems) and bool(problems):
+    if has_real_data(problems) and bool(problems):
         raise ConfigError(
             "This rank stopped, because another rank raised an error about its gradients or parameters.",
             remedy="See the error message of the other rank.",
@@ -247,11 +249,11 @@ def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int) -> T
     )
 
 
-def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadata, stage: int) -> bool:
+def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadata, zero_stage: int) -> bool:
     """Return whether this rank, of all ranks that store the same gradient, adds it to the gradient norm."""
     reduction, context = grad_slot.entry.reduction, metadata.context
     coords = context.coords
-    if stage > 0:
+    if zero_stage > 0:
         own = {*reduction.sum_over, *reduction.norm_over, *(["pipe"] if reduction.stages else [])}
     elif reduction.stages and coords["pipe"] != reduction.stages[0]:
         return False
@@ -262,7 +264,9 @@ def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadat
     return all(coords[name] == 0 for name in others)
 
 
-def make_nonfinite_grad_error(shards: Sequence[FlatShard], metadata: ShardingMetadata, grad_norm: Tensor) -> InputError:
+def make_nonfinite_grad_error(
+    shards: Sequence[FlatParamShard], metadata: ShardingMetadata, grad_norm: Tensor
+) -> InputError:
     """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
     order = {id(entry): number for number, entry in enumerate(metadata.entries)}
     found = [

@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast, compute_numel_and_hash
 from shardformer.consistency.ddp_and_fsdp_guards import (
-    check_no_new_parameters,
+    check_no_parameters_added_after_sharding,
     check_not_in_ddp,
-    install_wrapper_guards,
+    forbid_data_parallel_wrappers,
 )
 from shardformer.consistency.initial_weights import is_different_across_ranks
 from shardformer.consistency.rank_divergence import (
@@ -39,25 +39,29 @@ from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
-from shardformer.layout.packed_weights import find_packed_weights, get_packed_tensors, unregister_packed_parameters
+from shardformer.layout.packed_weights import (
+    find_quantized_weights,
+    get_packed_tensors,
+    unregister_quantized_parameters,
+)
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
     check_is_module,
-    find_parameter_view,
+    find_view_and_parameter_names,
     get_gradient_reduction,
-    get_metadata,
+    get_sharding_metadata,
     group_overlapping_tensors,
     group_params_by_metadata,
 )
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_disk_space
 from shardformer.offload.host import OffloadConfig
-from shardformer.public_names import deprecate_renamed_parameters
-from shardformer.torch_compat import has_data
-from shardformer.torch_patches import Apply, Patch, Undo, install_patches, replace_attribute
+from shardformer.public_names import deprecate_renamed_function_arguments
+from shardformer.torch_compat import has_real_data
+from shardformer.torch_patches import Apply, LibraryPatch, Undo, install_patches, replace_attribute
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.elementwise_trial import (
     can_step_params_separately,
@@ -113,14 +117,14 @@ def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMe
 
 def check_no_shared_param_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares memory with another parameter or tensor of the model."""
-    params = [(entry.name, entry.param) for entry in metadata.entries if has_data(entry.param)]
+    params = [(entry.name, entry.param) for entry in metadata.entries if has_real_data(entry.param)]
     if group := next(iter(group_overlapping_tensors(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
             f"The parameters {second} and {first} share memory, which ZeRO does not support.",
             remedy="Use one parameter for both (a.weight = b.weight), or clone one of them.",
         )
-    if found := find_parameter_view(model, params):
+    if found := find_view_and_parameter_names(model, params):
         view, name = found
         raise ConfigError(
             f"{view} is a view of the parameter {name}, which ZeRO does not support.",
@@ -188,7 +192,7 @@ def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext |
 
 def _create_data_parallel_context() -> ParallelContext:
     if dist.is_available() and dist.is_initialized():
-        return ParallelContext.from_world({"data": dist.get_world_size()})
+        return ParallelContext.from_default_process_group({"data": dist.get_world_size()})
     return ParallelContext.from_sizes({})
 
 
@@ -201,14 +205,16 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
         )
     install_patches(TRAINING_PATCHES)
     packed = [
-        compute_numel_and_hash(t) for weight in find_packed_weights(model).values() for t in get_packed_tensors(weight)
+        compute_numel_and_hash(t)
+        for weight in find_quantized_weights(model).values()
+        for t in get_packed_tensors(weight)
     ]
     if context.data.size > 1 and is_different_across_ranks(packed, context.data):
         raise ConfigError(
             f"The quantized weights of {type(model).__name__} differ between ranks.",
             remedy="Load the same model with the same quantization config on all ranks.",
         )
-    unregister_packed_parameters(model)
+    unregister_quantized_parameters(model)
     table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
@@ -222,11 +228,11 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     table.attach_to_model(model)
 
     if context.data.size > 1:
-        install_wrapper_guards(model, context)
+        forbid_data_parallel_wrappers(model, context)
 
     def check_forward_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_not_in_ddp(model, context)
-        check_no_new_parameters(model, table)
+        check_no_parameters_added_after_sharding(model, table)
         for reducer in table.reducers:
             reducer.prepare_for_backward()
 
@@ -234,7 +240,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     return table
 
 
-@deprecate_renamed_parameters({}, ("optimizer", "model"))
+@deprecate_renamed_function_arguments({}, ("optimizer", "model"))
 def shard_optimizer(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -302,7 +308,7 @@ def must_shard_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], zer
     If an optimizer fails the test for full matrices, it returns True, so that ``shard_optimizer`` raises the error.
     Communicates one object per rank if ``zero_stage`` is None and an axis other than "data" has several ranks.
     """
-    metadata = get_metadata(model)
+    metadata = get_sharding_metadata(model)
     axes = [axis for axis in metadata.context.base_axes if axis.size > 1]
     if not optimizers or isinstance(optimizers[0], ZeroOptimizer):
         return False
@@ -364,7 +370,7 @@ def _optimizer_step_pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs
     entries_of_models = group_params_by_metadata(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
-    if not cut or not has_data(entries[0].param):
+    if not cut or not has_real_data(entries[0].param):
         return
     try:
         reason = "the optimizer needs full parameters" if requires_full_matrices(optimizer) else None
@@ -378,15 +384,15 @@ def _optimizer_step_pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs
         )
 
 
-TRAINING_PATCHES: Mapping[Patch, Apply] = {
+TRAINING_PATCHES: Mapping[LibraryPatch, Apply] = {
     **CLIPPING_PATCHES,
     **STATE_PATCHES,
-    Patch(
+    LibraryPatch(
         "torch.amp.GradScaler._unscale_grads_",
         "shardformer.zero.shard_optimizer",
         "all ranks skip a step if one has gradients that are not finite",
     ): _install_grad_scaler_patch,
-    Patch(
+    LibraryPatch(
         "torch.optim.Optimizer: global hook before step()",
         "shardformer.zero.shard_optimizer",
         "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",

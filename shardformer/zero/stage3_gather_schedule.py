@@ -25,10 +25,10 @@ from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostOffloadManager
-from shardformer.offload.saved_tensor_hooks import SavedTensorHooks, check_tensor_version
+from shardformer.offload.saved_tensor_hooks import SavedTensorHooks, check_not_modified_in_place
 from shardformer.transformers_compat import synchronize_generation
 from shardformer.zero.config import ZeroOptions
-from shardformer.zero.flat_shards import FlatShard, UnshardOptions
+from shardformer.zero.flat_shards import FlatParamShard, UnshardOptions
 from shardformer.zero.stage3_parameters import (
     GROUP_ATTRIBUTE,
     GatherBufferPool,
@@ -97,27 +97,29 @@ class ParamGatherOrder:
             self.insert_group(index, len(self.group_order) - self.group_order[::-1].index(min(higher)) if higher else 0)
 
 
-def create_gather_order(
-    gathered_groups: Sequence[int],
+def create_common_gather_order(
+    gathered_group_indices: Sequence[int],
     previous_order: ParamGatherOrder | None,
-    rank_reports: Sequence[tuple[list[int], Mapping[int, int]]],
+    reads_and_last_grads_by_rank: Sequence[tuple[list[int], Mapping[int, int]]],
 ) -> ParamGatherOrder:
     """Create a common order of all-gathers from the parameter groups that each rank used in a pass.
 
     Args:
-        gathered_groups: The groups in the order in which they were gathered.
+        gathered_group_indices: The groups in the order in which they were gathered.
         previous_order: The previous order, from which a rank deviated, or None in the first pass of a kind.
-        rank_reports: For each rank, the groups that it read, and for each group the index of its last gradient among
-            these.
+        reads_and_last_grads_by_rank: For each rank, the groups that it read, and for each group the index of its last
+            gradient among these.
     """
-    plan = ParamGatherOrder(list(gathered_groups))
+    plan = ParamGatherOrder(list(gathered_group_indices))
     if previous_order is not None:
         plan.group_order, plan.unread_groups = previous_order.group_order, previous_order.unread_groups
-        for read, _ in rank_reports:
+        for read, _ in reads_and_last_grads_by_rank:
             plan.group_order = _merge_gather_orders(plan.group_order, read)
-    plan.is_open = previous_order is not None or any(read != plan.group_order for read, _ in rank_reports)
+    plan.is_open = previous_order is not None or any(
+        read != plan.group_order for read, _ in reads_and_last_grads_by_rank
+    )
     last: dict[int, int] = {}
-    for read, arrivals in rank_reports:
+    for read, arrivals in reads_and_last_grads_by_rank:
         positions = plan.get_read_positions(read)
         for index, at in arrivals.items():
             last[index] = max(positions[at] if at >= 0 else 0, last.get(index, 0))
@@ -180,11 +182,11 @@ class ParamGatherScheduler:
         self._kinds: dict[int, PassKind] = {}
         self._caller: nn.Module | None = None
         self._saving: Any = None
-        self._register_hooks(model)
+        self._register_forward_hooks(model)
 
     # --- start and end of a forward pass
 
-    def _register_hooks(self, model: nn.Module) -> None:
+    def _register_forward_hooks(self, model: nn.Module) -> None:
         """Register forward hooks on the model and on every module that contains a complete parameter group.
 
         The outermost call of such a module counts as a forward pass.
@@ -230,7 +232,7 @@ class ParamGatherScheduler:
     def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
             return
-        self._end_pass()
+        self._end_forward_or_backward_pass()
         last = [*dict.fromkeys(reversed(self._record.group_order))][:2] if torch.is_grad_enabled() else []
         # the head may be two groups: tied weight, bias
         self._reshard_groups(
@@ -346,12 +348,12 @@ class ParamGatherScheduler:
                     self._reshard_groups(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for n in self._plan.completed_groups_by_position.get(self._position - 1, ()):
-                self.reducer.start_group_reduction(self.units[n])
+                self.reducer.start_grad_reduction(self.units[n])
         if self._gathers_ahead:
             for n in prefetch_indices[:1]:
-                self.units[n].unshard()
+                self.units[n].start_unshard()
             for n in prefetch_indices[1:]:
-                self.units[n].prefetch()
+                self.units[n].prefetch_shards_to_device()
 
     def _reshard_groups(self, *param_groups: Stage3ParamGroup) -> None:
         for unit in param_groups if self._frees else ():
@@ -361,7 +363,7 @@ class ParamGatherScheduler:
     def _current_group_index(self) -> int:
         return self._record.group_order[-1] if self._record.group_order else END
 
-    def _end_pass(self) -> None:
+    def _end_forward_or_backward_pass(self) -> None:
         """Take part in the remaining all-gathers of other ranks, and end this rank's forward or backward pass."""
         assert self._kind is not None
         self._keep = ()
@@ -369,7 +371,7 @@ class ParamGatherScheduler:
         if self._is_backward and not self.reducer.is_paused:
             self._reduce_remaining_grads()
         if self._plan is None:
-            self._plans[self._kind] = self._merge_recorded_orders(self._plans.get(self._kind))
+            self._plans[self._kind] = self._merge_gather_orders_across_ranks(self._plans.get(self._kind))
         self._kind = None
 
     # --- the first pass of a kind
@@ -382,12 +384,14 @@ class ParamGatherScheduler:
         """
         while True:
             done = [
-                unit.index for unit in self.units if self._is_backward and self.reducer.has_all_unreduced_grads(unit)
+                unit.index
+                for unit in self.units
+                if self._is_backward and self.reducer.has_received_all_unreduced_grads(unit)
             ]
             reports = all_gather_objects((requested_group_index, [] if self.reducer.is_paused else done), self.axis)
             wanted = [index for index, _ in reports if index != END]
             for index in sorted(set.intersection(*(set(done) for _, done in reports)), reverse=True):
-                self.reducer.start_group_reduction(self.units[index])
+                self.reducer.start_grad_reduction(self.units[index])
             if not wanted:
                 return
             chosen = max(wanted) if self._is_backward else min(wanted)
@@ -409,14 +413,14 @@ class ParamGatherScheduler:
             again = [unit.index for unit in self.units if self.reducer.has_unreduced_grads(unit)]
             rest |= {index for indices in all_gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
-            self.reducer.start_group_reduction(self.units[index])
+            self.reducer.start_grad_reduction(self.units[index])
         self.reducer.on_backward_end()
 
-    def _merge_recorded_orders(self, previous_order: ParamGatherOrder | None) -> ParamGatherOrder:
+    def _merge_gather_orders_across_ranks(self, previous_order: ParamGatherOrder | None) -> ParamGatherOrder:
         """Combine the orders in which ranks gathered parameter groups in this pass, for use in later passes."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
-        plan = create_gather_order(self._record.group_order, previous_order, reports)
+        plan = create_common_gather_order(self._record.group_order, previous_order, reports)
         if previous_order is None and self._is_backward:
             plan.insert_unread_backward_groups(self._plans[self._kind[:-1]])
         elif previous_order is None:
@@ -454,7 +458,7 @@ class ParamGatherScheduler:
                 remedy="Use stage=2, or remove create_graph=True.",
             )
         if saved_view.param is not None:
-            check_tensor_version(saved_view.param, saved_view.version)
+            check_not_modified_in_place(saved_view.param, saved_view.version)
             return saved_view.param
         return saved_view.param_group.bases[saved_view.base_index].as_strided(*saved_view.view_layout)
 
@@ -474,7 +478,7 @@ class ParamGatherScheduler:
         if is_under_way and forward_pass_index in (None, self._backward_of):
             return
         if is_under_way:
-            self._end_pass()  # the backward pass continues in the graph of another forward pass
+            self._end_forward_or_backward_pass()  # the backward pass continues in the graph of another forward pass
         self._register_backward_end_callback()
         self._backward_of = self._run if forward_pass_index is None else forward_pass_index
         forward = self._kinds.get(self._backward_of, self._kinds[self._run])
@@ -492,18 +496,18 @@ class ParamGatherScheduler:
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:
-            self._end_pass()
+            self._end_forward_or_backward_pass()
         self._is_backward = self._is_ending = False
         self._reshard_groups(*self.units)
 
 
-def shard_for_stage3(
+def shard_for_zero_stage3(
     model: nn.Module,
     metadata: ShardingMetadata,
     zero_options: ZeroOptions,
     reduce_scatter: ReduceScatterToShards,
     host_manager: HostOffloadManager | None,
-) -> tuple[ParamGatherScheduler, list[FlatShard]]:
+) -> tuple[ParamGatherScheduler, list[FlatParamShard]]:
     """Shard the parameters of a model for ZeRO stage 3, and return the gather scheduler and the trainable shards.
 
     Parameters that several pipeline stages share keep their own reducer.
@@ -522,7 +526,9 @@ def shard_for_stage3(
         for name, params in group_params_by_layer(model)
     ]
     pool = GatherBufferPool()
-    units, buckets = _make_param_groups([each for each in members if each[1]], zero_options, host_manager, pool)
+    units, buckets = _make_param_groups_and_buckets(
+        [each for each in members if each[1]], zero_options, host_manager, pool
+    )
     scheduler = _make_gather_scheduler(model, metadata, units, zero_options)
     overlaps = zero_options.overlap
     trained = [index for index, made in buckets.items() if made]
@@ -548,7 +554,7 @@ def shard_for_stage3(
     return scheduler, [shard for unit in units for shard in unit.shards if shard.gradient_slots[0].param.requires_grad]
 
 
-def _make_param_groups(
+def _make_param_groups_and_buckets(
     named_gradient_slots: Sequence[tuple[str, list[GradientSlot]]],
     zero_options: ZeroOptions,
     host_manager: HostOffloadManager | None,
@@ -571,9 +577,11 @@ def _make_param_groups(
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
             bucket.allocate_fn = buffer_pool.acquire_buffer
-            there, rounding = (host_manager, precision.rounding) if trains else (None, None)
+            there, rounding = (host_manager, precision.weight_rounding_mode) if trains else (None, None)
             unit.shards.append(
-                FlatShard(bucket, precision.dtype, unshard_options=gathered, host_manager=there, rounding_mode=rounding)
+                FlatParamShard(
+                    bucket, precision.param_dtype, unshard_options=gathered, host_manager=there, rounding_mode=rounding
+                )
             )
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
         parts = [_compute_gather_buffer_bytes(shard) for shard in unit.shards]
@@ -581,11 +589,11 @@ def _make_param_groups(
         sizes += parts
         unit.replace_params_with_placeholders()
         units.append(unit)
-    buffer_pool.set_buffer_size(sizes)
+    buffer_pool.choose_buffer_size(sizes)
     return units, buckets
 
 
-def _compute_gather_buffer_bytes(shard: FlatShard) -> int:
+def _compute_gather_buffer_bytes(shard: FlatParamShard) -> int:
     """Return the size in bytes of the largest buffer that a shard needs, for gathered parameters or gradients."""
     return (shard.length + len(shard.gradient_slots)) * shard.axis.size * shard.dtype.itemsize
 
@@ -624,13 +632,15 @@ def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
     return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
 
 
-def _make_grad_buckets(grad_slots: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[GradientBucket]:
+def _make_grad_buckets(grad_slots: Sequence[GradientSlot], reduce_dtype: torch.dtype | None) -> list[GradientBucket]:
     """Divide gradients into buckets by mesh axis, dtype and device, with separate buckets for frozen parameters."""
     found: dict[tuple[Any, ...], GradientBucket] = {}
     for gradient in grad_slots:
         param = gradient.param
         kind = (gradient.axis.ranks, param.dtype, param.device, param.requires_grad)
-        bucket = found.setdefault((*kind, gradient.is_full, gradient.is_shared), GradientBucket(gradient.axis, dtype))
+        bucket = found.setdefault(
+            (*kind, gradient.is_full, gradient.is_shared), GradientBucket(gradient.axis, reduce_dtype)
+        )
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.has_arrived = bucket, False
     return list(found.values())

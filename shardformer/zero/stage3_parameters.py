@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientBucket, GradientSlot, ReduceScatterToShards
-from shardformer.gradients.reducer import PausableReducer
+from shardformer.gradients.reducer import PausableGradientReducer
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     get_storage_id,
     get_storage_use_count,
-    has_data,
+    has_real_data,
     tree_leaves,
 )
-from shardformer.zero.flat_shards import FlatShard
+from shardformer.zero.flat_shards import FlatParamShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
 """Name of the parameter attribute that contains its Stage3ParamGroup."""
@@ -58,7 +58,7 @@ class UngatheredParameter(nn.Parameter):
             return args[0]
         if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None
-        if func not in _get_functions_without_unshard():
+        if func not in _get_functions_that_need_no_gather():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
@@ -86,7 +86,7 @@ def gather_groups_of_params(params: Iterable[nn.Parameter]) -> None:
 
 
 @cache
-def _get_functions_without_unshard() -> frozenset[Any]:
+def _get_functions_that_need_no_gather() -> frozenset[Any]:
     """Return the torch functions that work on a parameter whose values are not gathered."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
@@ -155,7 +155,7 @@ class Stage3ParamGroup:
     def __init__(self, group_index: int, module_name: str, params: Sequence[nn.Parameter]) -> None:
         self.index, self.name, self.params = group_index, module_name, list(params)
         self.is_layer = module_name.rpartition(".")[2].isdecimal()
-        self.shards: list[FlatShard] = []
+        self.shards: list[FlatParamShard] = []
         self.bases: list[Tensor] = []  # gathered tensors. The parameters are views of them
         self.where: dict[int, tuple[Stage3ParamGroup, int]] = {}
         self.is_gathered = False
@@ -165,14 +165,14 @@ class Stage3ParamGroup:
         self._versions: list[int] = []
 
     @_without_inference_mode
-    def prefetch(self) -> None:
-        """Start copying offloaded shards of the parameters to the device, so that ``unshard`` can gather them."""
+    def prefetch_shards_to_device(self) -> None:
+        """Start copying offloaded shards of the parameters to the device, so that ``start_unshard`` can gather them."""
         if not self.is_gathered and not self._pending:
             for shard in self.shards:
                 shard.prefetch_params_to_device()
 
     @_without_inference_mode
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         """Start an all-gather of the full parameters. Communicates one all-gather for each shard."""
         if not self.is_gathered and not self._pending:
             self._pending = [shard.start_param_all_gather() for shard in self.shards]
@@ -182,7 +182,7 @@ class Stage3ParamGroup:
         """Wait until the full parameters are gathered."""
         if self.is_gathered:
             return
-        self.unshard()
+        self.start_unshard()
         for shard, pending in zip(self.shards, self._pending, strict=True):
             full = pending.wait()
             self._register_base_tensor(full)
@@ -243,7 +243,7 @@ def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter
     on all ranks. A shared parameter is in the first group that contains it.
     """
     total = sum(p.numel() for p in model.parameters())
-    layers = dict(_iter_layers(model, "", total))
+    layers = dict(_iter_named_layers(model, "", total))
     seen: set[int] = set()
     units: list[tuple[str, list[nn.Parameter]]] = []
     is_open = False  # whether the last group can take more small modules
@@ -268,15 +268,17 @@ def group_params_by_layer(model: nn.Module) -> list[tuple[str, list[nn.Parameter
     return units
 
 
-def _iter_layers(module: nn.Module, module_path: str, model_numel: int) -> Iterator[tuple[str, nn.Module]]:
+def _iter_named_layers(module: nn.Module, module_path: str, model_numel: int) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         at = f"{module_path}.{name}".lstrip(".")
         if not isinstance(child, (nn.ModuleList, nn.Sequential)) or len(child) < 2:
-            yield from _iter_layers(child, at, model_numel)
+            yield from _iter_named_layers(child, at, model_numel)
             continue
         for number, element in child.named_children():
             size = sum(p.numel() for p in element.parameters())
-            inner = list(_iter_layers(element, f"{at}.{number}", model_numel)) if size > LARGE * model_numel else []
+            inner = (
+                list(_iter_named_layers(element, f"{at}.{number}", model_numel)) if size > LARGE * model_numel else []
+            )
             if inner:
                 yield from inner
             elif size:
@@ -302,14 +304,14 @@ class GatherBufferPool:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
-    def set_buffer_size(self, group_sizes: Sequence[int]) -> None:
+    def choose_buffer_size(self, needed_buffer_bytes: Sequence[int]) -> None:
         """Set the buffer size to the group size for which the groups need the most memory in total."""
-        counts = Counter(group_sizes)
+        counts = Counter(needed_buffer_bytes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
-        if not 0 < MIN_FILL * self._size <= size <= self._size or not has_data(torch.empty(0)):
+        if not 0 < MIN_FILL * self._size <= size <= self._size or not has_real_data(torch.empty(0)):
             return torch.empty(numel, dtype=dtype, device=device)
         found = next((chunk for chunk in self._free if chunk.device == device), None)
         if found is None:
@@ -352,7 +354,7 @@ class UnshardedGroupCache(list[Stage3ParamGroup]):
         return evicted
 
 
-class ParamGroupGradReducer(PausableReducer):
+class ParamGroupGradReducer(PausableGradientReducer):
     """Reduces the gradients of ZeRO-3 parameter groups, one group at a time.
 
     Args:
@@ -391,23 +393,23 @@ class ParamGroupGradReducer(PausableReducer):
     def _iterate_gradient_slots(self) -> Iterator[GradientSlot]:
         return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-    def _grad_hook(self, gradient: GradientSlot, grad: Tensor) -> None:
-        self._end.get_grad_scale(gradient)
+    def _grad_hook(self, grad_slot: GradientSlot, grad: Tensor) -> None:
+        self._end.get_grad_scale(grad_slot)
 
-    def _post_accumulate_grad_hook(self, gradient: GradientSlot) -> None:
-        unit: Stage3ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
-        gradient.has_changed = gradient.has_arrived = True
-        if gradient.is_sparse:
-            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
+    def _post_accumulate_grad_hook(self, grad_slot: GradientSlot) -> None:
+        unit: Stage3ParamGroup = grad_slot.param.__dict__[GROUP_ATTRIBUTE]
+        grad_slot.has_changed = grad_slot.has_arrived = True
+        if grad_slot.is_sparse:
+            grad_slot.param.grad = grad_slot.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"The gradient of {gradient.entry.name} was computed later than in the first backward pass, which ZeRO "
-                "stage 3 does not support.",
+                f"The gradient of {grad_slot.entry.name} was computed later than in the first backward pass, which "
+                "ZeRO stage 3 does not support.",
                 remedy="Use stage=2, or use the layers in the same order in every step.",
             )
         self._arrived(unit)
 
-    def has_all_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
+    def has_received_all_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
         """Return whether a parameter group has all gradients on this rank, and none of them has been reduced yet."""
         found = self._buckets.get(param_group.index, ())
         return (
@@ -419,12 +421,12 @@ class ParamGroupGradReducer(PausableReducer):
     def has_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
         """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
         return any(
-            gradient.is_unreduced
+            gradient.has_unreduced_grad
             for bucket in self._buckets.get(param_group.index, ())
             for gradient in bucket.gradients
         )
 
-    def start_group_reduction(self, param_group: Stage3ParamGroup) -> None:
+    def start_grad_reduction(self, param_group: Stage3ParamGroup) -> None:
         """Start reducing the gradients of a parameter group over ranks.
 
         All ranks must call this method for the same groups in the same order. Communicates one reduce-scatter for each
@@ -462,7 +464,7 @@ class ParamGroupGradReducer(PausableReducer):
     def start_reduction(self) -> None:
         """Start reducing the gradients of all groups that were accumulated inside ``no_sync``."""
         for unit in reversed(self._units):
-            self.start_group_reduction(unit)
+            self.start_grad_reduction(unit)
 
     def finish_reduction(self) -> None:
         self.on_backward_end()

@@ -24,13 +24,13 @@ from shardformer.gradients.buckets import (
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.disk import FileOffloadManager, FileShard
+from shardformer.offload.disk import DiskShard, FileOffloadManager
 from shardformer.offload.host import HostOffloadManager
-from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
-from shardformer.torch_compat import call_with_load_state_dict_hooks, call_with_state_dict_hooks, is_true_or_unknown
+from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs_of_16bit_layers
+from shardformer.torch_compat import call_with_state_dict_hooks, is_true_or_unknown, load_state_dict_with_hooks
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.elementwise_trial import estimate_optimizer_state_bytes, requires_full_matrices
-from shardformer.zero.flat_shards import FlatShard, ParamSlice, make_assigned_grad_error
+from shardformer.zero.flat_shards import FlatParamShard, ParamSlice, make_unsupported_assigned_grad_error
 from shardformer.zero.memory_estimate import (
     DevicePlacementManager,
     MemoryEstimate,
@@ -42,7 +42,7 @@ from shardformer.zero.optimizer_state_view import (
     OptimizerStateView,
     PatchedZeroGrad,
     attach_zero_optimizer,
-    get_optimizer_state_coords,
+    get_optimizer_state_mesh_coords,
     load_state_dict_in_place,
     rollback_optimizers_on_error,
 )
@@ -52,11 +52,11 @@ from shardformer.zero.optimizer_step import (
     compute_sharded_grad_norm,
     make_nonfinite_grad_error,
 )
-from shardformer.zero.stage3_gather_schedule import ParamGatherScheduler, shard_for_stage3
+from shardformer.zero.stage3_gather_schedule import ParamGatherScheduler, shard_for_zero_stage3
 from shardformer.zero.stage3_parameters import Stage3ParamGroup
 
 
-def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
+def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards: Sequence[FlatParamShard]) -> None:
     """Raise ConfigError if a parameter was replaced or moved, or ``.grad`` was set, after ``shard_optimizer``."""
     here = {id(p) for p in model.parameters()}
     for entry in metadata.entries:
@@ -66,7 +66,7 @@ def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards
                 remedy="Replace it before you call shard_optimizer.",
             )
         if entry.param.grad is not None:
-            raise make_assigned_grad_error(entry.name)
+            raise make_unsupported_assigned_grad_error(entry.name)
     for shard in shards:
         if moved := shard.find_reallocated_param():
             raise ConfigError(
@@ -112,12 +112,12 @@ class ZeroOptimizer(Optimizer):
         full_params = {
             id(p) for o in optimizers if requires_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
-        self.shards = self._create_shards(full_params)
-        if self._precision.dtype is not None:  # after the master weights were copied from the original values
+        self.shards = self._create_param_shards(full_params)
+        if self._precision.param_dtype is not None:  # after the master weights were copied from the original values
             for param in (entry.param for entry in metadata.entries if entry.param.is_floating_point()):
-                if param.dtype != self._precision.dtype:
-                    param.data = param.data.to(self._precision.dtype)
-            enable_fp32_inputs(model)
+                if param.dtype != self._precision.param_dtype:
+                    param.data = param.data.to(self._precision.param_dtype)
+            enable_fp32_inputs_of_16bit_layers(model)
         self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
         self._by_bucket = {id(shard.gradient_slots): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradient_slots)}
@@ -179,18 +179,20 @@ class ZeroOptimizer(Optimizer):
         if self._is_initialized:
             self.state.clear()
 
-    def _create_shards(self, full_param_ids: Collection[int]) -> list[FlatShard]:
+    def _create_param_shards(self, full_matrix_param_ids: Collection[int]) -> list[FlatParamShard]:
         """Create a shard for each gradient bucket, and for the parameters whose gradients are not reduced."""
         table = self.table
         held = {id(gradient.param) for reducer in self._get_grad_reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
         assign_gradient_owners(
-            [g for reducer in self._get_grad_reducers() for g in reducer.gradients], full_param_ids, table.context
+            [g for reducer in self._get_grad_reducers() for g in reducer.gradients],
+            full_matrix_param_ids,
+            table.context,
         )
-        shards: list[FlatShard] = []
+        shards: list[FlatParamShard] = []
         if self._stage == 3:
-            self._scheduler, shards = shard_for_stage3(self._model, table, self._settings, self._end, self._host)
+            self._scheduler, shards = shard_for_zero_stage3(self._model, table, self._settings, self._end, self._host)
         axis = Axis("none") if self._stage == 0 else None
         dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
@@ -199,9 +201,9 @@ class ZeroOptimizer(Optimizer):
             for r in self._get_grad_reducers()
             for bucket in r.switch_to_sharded_reduction(self._end, dtype, size, overlap)
         ]
-        narrow, rounding = self._precision.dtype, self._precision.rounding
+        narrow, rounding = self._precision.param_dtype, self._precision.weight_rounding_mode
         return shards + [
-            FlatShard(each, narrow, axis=axis, host_manager=self._host, rounding_mode=rounding) for each in found
+            FlatParamShard(each, narrow, axis=axis, host_manager=self._host, rounding_mode=rounding) for each in found
         ]
 
     def _get_grad_reducers(self) -> list[GradientReducer]:
@@ -218,12 +220,14 @@ class ZeroOptimizer(Optimizer):
         def get_param_state(param: Tensor) -> dict[str, Any]:
             return held[id(param)][0].state[param] if id(param) in held else {}
 
-        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
+        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, DiskShard)]
         for shard, part in parts:
             expected = sum(
                 estimate_optimizer_state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held
             )
-            part.set_param_slices([(p.value, p.shard_range) for p in shard.slices], get_param_state, round(expected))
+            part.assign_param_slices_and_write(
+                [(p.value, p.shard_range) for p in shard.slices], get_param_state, round(expected)
+            )
         if failure := file_manager.commit_or_roll_back([part for _, part in parts], self.table.context):
             raise ConfigError(
                 f"Optimizer states cannot be offloaded to files in {file_manager.disk.folder!r}: {failure}.",
@@ -232,7 +236,7 @@ class ZeroOptimizer(Optimizer):
 
     def _accumulate_reduced_grads(self, bucket: GradientBucket, reduced_grads: Tensor, grad_counts: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].accumulate_reduced_grads(
-            reduced_grads, grad_counts, self._precision.scale
+            reduced_grads, grad_counts, self._precision.current_loss_scale
         )
 
     def _apply_user_grad_edit(self, grad_slot: GradientSlot) -> None:
@@ -283,7 +287,7 @@ class ZeroOptimizer(Optimizer):
             if self._scheduler is not None:
                 self._scheduler.free_gathered_params()
             with self._set_flag_temporarily("is_stepping"):
-                self._update.update_params()
+                self._update.update_and_all_gather_params()
             self._placement.fill_free_device_memory()
         self._set_param_grads()
         return loss
@@ -325,10 +329,14 @@ class ZeroOptimizer(Optimizer):
         return is_finite
 
     def _get_grad_norm(
-        self, local_error: Exception | None, param_ids: Collection[int] | None = None, *, within_stage: bool = False
+        self,
+        local_error: Exception | None,
+        param_ids: Collection[int] | None = None,
+        *,
+        within_pipeline_stage: bool = False,
     ) -> Tensor:
         return compute_sharded_grad_norm(
-            self.shards, self.table, self._stage, local_error, param_ids, within_stage=within_stage
+            self.shards, self.table, self._stage, local_error, param_ids, within_pipeline_stage=within_pipeline_stage
         )
 
     def reduce_pending_grads(self) -> None:
@@ -408,7 +416,7 @@ class ZeroOptimizer(Optimizer):
         """Yield the loss scale. Multiply the loss by it and call ``loss.backward()`` inside this context."""
         self._is_scaled = True
         try:
-            yield self._precision.scale
+            yield self._precision.current_loss_scale
         finally:
             self._is_scaled = False
 
@@ -434,7 +442,9 @@ class ZeroOptimizer(Optimizer):
         this method. Communicates one all-gather of a bucket and a few numbers.
         """
         self.reduce_pending_grads()
-        self._get_grad_norm(self._apply_grad_edits(), (), within_stage=True)  # raises on all ranks if one has an error
+        self._get_grad_norm(
+            self._apply_grad_edits(), (), within_pipeline_stage=True
+        )  # raises on all ranks if one has an error
         self._set_param_grads()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradient_slots):
@@ -447,9 +457,9 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the optimizer states and master weights. Each rank must save its own."""
-        return call_with_state_dict_hooks(self, self._build_state_dict)
+        return call_with_state_dict_hooks(self, self._build_local_state_dict)
 
-    def _build_state_dict(self) -> dict[str, Any]:
+    def _build_local_state_dict(self) -> dict[str, Any]:
         context = self.table.context
         with self.readable_state():
             states = [optimizer.state_dict() for optimizer in self.inner]
@@ -470,11 +480,13 @@ class ZeroOptimizer(Optimizer):
         Raises:
             ConfigError: A different rank saved the state. Raised on all ranks before anything is changed.
         """
-        call_with_load_state_dict_hooks(self, state_dict, self._load_state_dict_on_all_ranks)
+        load_state_dict_with_hooks(self, state_dict, self._load_state_dict_on_all_ranks)
 
     def _load_state_dict_on_all_ranks(self, state_dict: dict[str, Any]) -> None:
         context, doing = self.table.context, "load this optimizer's state"
-        run_and_compare_across_ranks(context, lambda: self._check_saved_state_dict(state_dict), action=doing)
+        run_and_compare_across_ranks(
+            context, lambda: self._check_state_dict_fits_this_rank(state_dict), action_description=doing
+        )
 
         def load_inner_optimizers() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
@@ -483,14 +495,14 @@ class ZeroOptimizer(Optimizer):
         slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
             with rollback_optimizers_on_error(self.inner):
-                run_and_compare_across_ranks(context, load_inner_optimizers, action=doing)
+                run_and_compare_across_ranks(context, load_inner_optimizers, action_description=doing)
             for param_slice, master in zip(slices, state_dict["masters"], strict=True):
                 param_slice.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
         self.rounding_counts = state_dict["rounds"]
 
-    def _check_saved_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _check_state_dict_fits_this_rank(self, state_dict: dict[str, Any]) -> None:
         context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
@@ -500,7 +512,7 @@ class ZeroOptimizer(Optimizer):
                 remedy="Pass the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer.",
             )
-        saved, axes = state_dict["place"], get_optimizer_state_coords(self.inner[0])
+        saved, axes = state_dict["place"], get_optimizer_state_mesh_coords(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
             fits = is_here and _get_state_dict_signature(state_dict) == self._state_dict_signature
@@ -540,11 +552,13 @@ class ZeroOptimizer(Optimizer):
         """
         with torch.no_grad(), ExitStack() as stack:
             for shard in self.shards:
-                stack.enter_context(shard.edit_master_weights())
+                stack.enter_context(shard.allow_master_weight_edits())
             with self._set_flag_temporarily("_is_open"):
                 yield
             for shard in self.shards:
-                if shard.rounded is None:  # rounded weights are stored once, on exit of shard.edit_master_weights()
+                if (
+                    shard.rounded is None
+                ):  # rounded weights are stored once, on exit of shard.allow_master_weight_edits()
                     shard.copy_master_weights_to_params()
         if self._scheduler is not None:
             self._scheduler.free_gathered_params()

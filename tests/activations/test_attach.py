@@ -16,7 +16,12 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.activations import PURPOSE, all_gather_partitions, get_local_partition, offload_activations
+from shardformer.offload.activations import (
+    PURPOSE,
+    all_gather_and_verify_partitions,
+    get_local_partition_and_checksum,
+    offload_activations,
+)
 from shardformer.offload.saved_tensor_hooks import ActivationStats
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
@@ -143,9 +148,9 @@ def test_shards_of_any_size_are_gathered(tensor: int) -> None:
     def run(context: ParallelContext) -> None:
         for size in (1, 3, 4, 10, 4097):
             whole = torch.arange(size).to(torch.uint8)
-            part, number = get_local_partition(whole, context.tensor)
+            part, number = get_local_partition_and_checksum(whole, context.tensor)
             assert len(part) == -(-size // tensor)
-            assert torch.equal(all_gather_partitions(part, number, context.tensor, "It")[:size], whole)
+            assert torch.equal(all_gather_and_verify_partitions(part, number, context.tensor, "It")[:size], whole)
 
     run_as_threads(run, tensor=tensor)
 
@@ -294,7 +299,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
         figures = store.stats() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder
 
-    return run_as_threads(run, tensor=tensor, pipe=2, in_turn=True)
+    return run_as_threads(run, tensor=tensor, pipe=2, one_at_a_time=True)
 
 
 @pytest.mark.reduced(at_most=2)

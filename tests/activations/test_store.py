@@ -15,7 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _register_store_hooks, offload_activations
+from shardformer.offload.activations import (
+    PREFETCH_COUNT,
+    ActivationStore,
+    _register_activation_store_hooks,
+    offload_activations,
+)
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensor_hooks import FETCHED, ActivationStats
 
@@ -86,7 +91,7 @@ def same(a: Gradients, b: Gradients) -> bool:
 
 def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: int = 0) -> ActivationStore:
     store = ActivationStore(True, None, min_bytes, link)
-    _register_store_hooks(model, store, {})
+    _register_activation_store_hooks(model, store, {})
     return store
 
 

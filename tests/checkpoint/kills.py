@@ -40,7 +40,7 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timeout
     )
     model = net()
-    context = ParallelContext.from_world({"data": RANKS})
+    context = ParallelContext.from_default_process_group({"data": RANKS})
     optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2, context=context)
     while True:
         step += 1

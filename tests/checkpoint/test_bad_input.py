@@ -17,7 +17,7 @@ from shardformer.checkpoint import directory as folder_module
 from shardformer.checkpoint.file_format import CheckpointIndex
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.retention import CheckpointRetention
-from shardformer.checkpoint.save import RankSnapshot, save_checkpoint, write_snapshot
+from shardformer.checkpoint.save import RankSnapshot, save_checkpoint, write_rank_checkpoint
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -145,12 +145,12 @@ def test_invalid_save_raises_on_all_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "count"), [(range(0, 2), 6), (range(0, 5), 15)], ids=["too few", "too many"])
 def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: int, tmp_path: Path) -> None:
-    hidden = directory.make_hidden_checkpoint_path(tmp_path, 7)
+    hidden = directory.make_temporary_checkpoint_path(tmp_path, 7)
     hidden.mkdir()
     snapshot = RankSnapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"^The ranks saved {count} elements of weights/x, but it has 12 elements"):
-        write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), sync_to_disk=False)
+        write_rank_checkpoint(snapshot, hidden, tmp_path, CheckpointRetention(), sync_to_disk=False)
     assert directory.list_checkpoints_with_save_times(tmp_path) == []
 
 

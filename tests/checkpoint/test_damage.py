@@ -250,7 +250,7 @@ def test_replaced_checkpoint_loads_after_kill_between_renames(copy: Path) -> Non
 
 @pytest.mark.parametrize("of_step", [3, 4])
 def test_step_can_be_saved_after_killed_save(of_step: int, copy: Path) -> None:
-    left = left_by_a_killed_process(directory.get_step_folder(copy, of_step))
+    left = left_by_a_killed_process(directory.get_checkpoint_folder(copy, of_step))
     left.mkdir()
     (left / "part").write_text("some bytes")
     saved(copy, 3)

@@ -208,7 +208,11 @@ def test_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_export_does_not_disturb_save_in_parent_directory(tmp_path: Path) -> None:
-    mine = [directory.make_hidden_checkpoint_path(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
+    mine = [
+        directory.make_temporary_checkpoint_path(tmp_path, 3),
+        tmp_path / ".saving-mine",
+        tmp_path / ".dropped-mine",
+    ]
     for path in mine:
         path.mkdir()
         (path / "file").write_text("")

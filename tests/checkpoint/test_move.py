@@ -16,26 +16,26 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import reshard_in_memory as move
 from shardformer.checkpoint.chunks import (
+    CheckpointTensor,
     ChunkBounds,
-    LocalChunk,
+    LocalTensorChunk,
     LocalTensorRegion,
-    TensorItem,
     intersect_chunks,
     subtract_chunks,
 )
 from shardformer.checkpoint.reshard_in_memory import (
+    CheckpointTensorMetadata,
     ChunkTransfer,
     ReshardStats,
     StoredAndRequestedTensors,
-    TensorItemMetadata,
     batch_transfers,
     order_sends_and_receives,
-    plan_transfers,
-    redistribute_tensor_items,
+    plan_chunk_transfers,
+    redistribute_tensors_across_ranks,
 )
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, get_even_bounds
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, get_even_split_bounds
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -54,18 +54,18 @@ def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.arange(1, prod(shape) + 1).reshape(tuple(shape)).to(dtype)
 
 
-def item_of(name: str, full: Tensor, pieces: Pieces) -> TensorItem:
+def item_of(name: str, full: Tensor, pieces: Pieces) -> CheckpointTensor:
     """Return an item with chunks in separate memory, noncontiguous if they have several dimensions."""
     held = []
     for start, size in pieces:
         memory = torch.empty(size[::-1], dtype=full.dtype).permute(tuple(reversed(range(len(size)))))
-        held.append(LocalChunk(start, memory.copy_(part_of(full, (start, size)))))
-    return TensorItem(name, tuple(full.shape), full.dtype, held)
+        held.append(LocalTensorChunk(start, memory.copy_(part_of(full, (start, size)))))
+    return CheckpointTensor(name, tuple(full.shape), full.dtype, held)
 
 
 def moved(
-    have: Sequence[Sequence[TensorItem]],
-    want: Sequence[Sequence[TensorItem]],
+    have: Sequence[Sequence[CheckpointTensor]],
+    want: Sequence[Sequence[CheckpointTensor]],
     chunk_bytes: int = move.TRANSFER_BYTES,
 ) -> list[ReshardStats]:
     """Exchange items between as many threads as ranks, and record the transfers."""
@@ -73,7 +73,9 @@ def moved(
     def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
         with CollectiveRecorder(context) as recorder:
-            found = redistribute_tensor_items(have[rank], want[rank], context.data, max_message_bytes=chunk_bytes)
+            found = redistribute_tensors_across_ranks(
+                have[rank], want[rank], context.data, max_message_bytes=chunk_bytes
+            )
         assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
         return found
 
@@ -125,7 +127,7 @@ def test_all_elements_arrive_and_only_missing_ones_are_sent(case: Any, chunk_byt
     shapes, have, want = case
     full = [numbered(shape) for shape in shapes]
 
-    def items(of: list[list[Pieces]], values: list[Tensor]) -> list[list[TensorItem]]:
+    def items(of: list[list[Pieces]], values: list[Tensor]) -> list[list[CheckpointTensor]]:
         return [[item_of(f"x{i}", x, each[i]) for i, x in enumerate(values)] for each in of]
 
     wanted = items(want, [torch.zeros_like(x) for x in full])
@@ -183,7 +185,7 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
             "x", old.slice_full_tensor(full, context.coords)
         )
         want = LocalTensorRegion(new.shape, new, context.coords).make_tensor_item("x", x)
-        found = redistribute_tensor_items(
+        found = redistribute_tensors_across_ranks(
             [have], [want], context.flatten("data", "tensor"), max_message_bytes=chunk_bytes
         )
         assert torch.equal(x, new.slice_full_tensor(full, context.coords))
@@ -192,12 +194,12 @@ def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes:
     for found, coords in run_as_threads(do, **sizes):
         mine, before = (set(spec.slice_full_tensor(full, coords).flatten().tolist()) for spec in (new, old))
         assert found.received + found.copied == 8 * len(mine)
-        if old.is_partition or set(old.axes) <= set(new.axes):
+        if old.stores_each_element_once or set(old.axes) <= set(new.axes):
             assert found.copied == 8 * len(mine & before)
 
 
 def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> LocalTensorRegion:
-    bounds = get_even_bounds(prod(shape), ranks)
+    bounds = get_even_split_bounds(prod(shape), ranks)
     return LocalTensorRegion(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
 
 
@@ -212,7 +214,7 @@ def test_flat_ranges_move_from_four_to_three_ranks(chunk_bytes: int) -> None:
         "f": torch.empty(0, 3),
     }
 
-    def items(ranks: int, rank: int, values: dict[str, Tensor]) -> list[TensorItem]:
+    def items(ranks: int, rank: int, values: dict[str, Tensor]) -> list[CheckpointTensor]:
         found = []
         for name, x in values.items():
             region = stretches(tuple(x.shape), ranks, rank)
@@ -249,7 +251,7 @@ def test_transfer_uses_narrower_dtype(held: torch.dtype, wanted: torch.dtype, wi
     new = torch.zeros(5, 3, dtype=wanted)
     (sender, receiver) = moved(
         [[item_of("x", full, [((0, 0), (5, 3))])], [item_of("x", full, [((0, 0), (1, 3))])]],
-        [[], [TensorItem("x", (5, 3), wanted, [LocalChunk((0, 0), new)])]],
+        [[], [CheckpointTensor("x", (5, 3), wanted, [LocalTensorChunk((0, 0), new)])]],
         chunk_bytes=10,
     )
     assert torch.equal(new, full.to(wanted))
@@ -260,7 +262,7 @@ def test_element_wanted_twice_is_sent_once_in_wider_dtype() -> None:
     """A parameter in bf16 and part of its fp32 master weights."""
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     weight, master = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(4)
-    want = [TensorItem("x", (10,), x.dtype, [LocalChunk((at,), x)]) for at, x in ((0, weight), (3, master))]
+    want = [CheckpointTensor("x", (10,), x.dtype, [LocalTensorChunk((at,), x)]) for at, x in ((0, weight), (3, master))]
     _, found = moved([[item_of("x", full, [((0,), (10,))])], []], [[], want])
     assert torch.equal(weight, full.bfloat16()) and torch.equal(master, full[3:7])
     assert found == ReshardStats(0, 4 * 4 + 6 * 2, 0)
@@ -270,7 +272,7 @@ def test_wider_of_two_copies_is_sent() -> None:
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     have = [item_of("x", full.bfloat16(), [((0,), (10,))]), item_of("x", full, [((3,), (4,))])]
     new = torch.zeros(10)
-    _, found = moved([have, []], [[], [TensorItem("x", (10,), torch.float32, [LocalChunk((0,), new)])]])
+    _, found = moved([have, []], [[], [CheckpointTensor("x", (10,), torch.float32, [LocalTensorChunk((0,), new)])]])
     assert torch.equal(new, torch.cat([full[:3].bfloat16().float(), full[3:7], full[7:].bfloat16().float()]))
     assert found.received == 4 * 4 + 6 * 2
 
@@ -279,7 +281,7 @@ def test_single_rank_copies_into_training_parameters() -> None:
     full, param = numbered((4, 6)), nn.Parameter(torch.zeros(4, 3))
     found = moved(
         [[item_of("x", full, [((0, 0), (4, 6))])]],
-        [[TensorItem("x", (4, 6), torch.float32, [LocalChunk((0, 2), param)])]],
+        [[CheckpointTensor("x", (4, 6), torch.float32, [LocalTensorChunk((0, 2), param)])]],
     )
     assert found == [ReshardStats(0, 0, 48)]
     assert torch.equal(param, full[:, 2:5]) and param.is_leaf
@@ -288,13 +290,13 @@ def test_single_rank_copies_into_training_parameters() -> None:
 # ------------------------------------------------------------------------------------------- who sends, and in what
 
 
-def whole(name: str, shape: tuple[int, ...]) -> TensorItemMetadata:
-    return TensorItemMetadata(name, shape, torch.float32, [((0,) * len(shape), shape)])
+def whole(name: str, shape: tuple[int, ...]) -> CheckpointTensorMetadata:
+    return CheckpointTensorMetadata(name, shape, torch.float32, [((0,) * len(shape), shape)])
 
 
 def sent_by(said: Sequence[StoredAndRequestedTensors]) -> list[int]:
     sent = [0] * len(said)
-    for send in plan_transfers(said):
+    for send in plan_chunk_transfers(said):
         if send.source_rank != send.target_rank:
             sent[send.source_rank] += send.num_bytes
     return sent
@@ -335,7 +337,7 @@ def test_plan_is_independent_of_name_order() -> None:
         StoredAndRequestedTensors(names, []),
         StoredAndRequestedTensors([], names),
     ]
-    assert set(plan_transfers(there)) == set(plan_transfers(again))
+    assert set(plan_chunk_transfers(there)) == set(plan_chunk_transfers(again))
 
 
 def test_small_transfers_share_one_message() -> None:
@@ -346,7 +348,7 @@ def test_small_transfers_share_one_message() -> None:
 
     def do(context: ParallelContext) -> tuple[int, int]:
         with CollectiveRecorder(context) as recorder:
-            redistribute_tensor_items(have[context.data.rank], want[context.data.rank], context.data)
+            redistribute_tensors_across_ranks(have[context.data.rank], want[context.data.rank], context.data)
         return recorder.count("send", purpose="move"), recorder.wire_bytes()
 
     assert run_as_threads(do, data=2) == [(1, 12 * 4 + 8 * 2)] * 2
@@ -403,13 +405,13 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
 
     def cost(ranks: int, tensors: int) -> int:
         nonlocal calls
-        calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(get_even_bounds(1000, ranks))]
+        calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(get_even_split_bounds(1000, ranks))]
         names = [f"x{i}" for i in range(tensors)]
         have, want = (
-            [[TensorItemMetadata(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
+            [[CheckpointTensorMetadata(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
             for each in (pieces, [*pieces[1:], pieces[0]])
         )
-        assert len(list(plan_transfers(list(map(StoredAndRequestedTensors, have, want))))) == ranks * tensors
+        assert len(list(plan_chunk_transfers(list(map(StoredAndRequestedTensors, have, want))))) == ranks * tensors
         return calls
 
     monkeypatch.setattr(move, "intersect_chunks", counted)
@@ -420,21 +422,21 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
-Asked = Callable[[int, Tensor], tuple[list[TensorItem], list[TensorItem]]]
+Asked = Callable[[int, Tensor], tuple[list[CheckpointTensor], list[CheckpointTensor]]]
 
 
-def no_such_name(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
+def no_such_name(rank: int, x: Tensor) -> tuple[list[CheckpointTensor], list[CheckpointTensor]]:
     return [item_of("layer.weight", x, [((0, 0), (4, 6))])], [
-        TensorItem("layer.weihgt", (4, 6), x.dtype, [])
+        CheckpointTensor("layer.weihgt", (4, 6), x.dtype, [])
     ] if rank else []
 
 
-def a_missing_part(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
+def a_missing_part(rank: int, x: Tensor) -> tuple[list[CheckpointTensor], list[CheckpointTensor]]:
     have = [item_of("x", x, [((2 * min(rank, 1), 0), (2, 5 if rank else 6))])]
     return have, [item_of("x", torch.zeros_like(x), [((0, 2), (4, 4))])] if rank else []
 
 
-def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
+def another_shape(rank: int, x: Tensor) -> tuple[list[CheckpointTensor], list[CheckpointTensor]]:
     new = torch.zeros(6, 4) if rank else torch.zeros(4, 6)
     return [item_of("x", x, [((0, 0), (4, 6))])], [item_of("x", new, [((0, 0), tuple(new.shape))])]
 
@@ -452,7 +454,7 @@ def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, messa
     def do(context: ParallelContext) -> str:
         have, want = asked(context.data.rank, numbered((4, 6)))
         with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
-            redistribute_tensor_items(have, want, context.data)
+            redistribute_tensors_across_ranks(have, want, context.data)
         assert recorder.calls == []
         assert all(not chunk.values.any() for item in want for chunk in item.chunks)
         return str(raised.value)
@@ -464,7 +466,7 @@ def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, messa
 
 
 def rows_become_columns(chunk_bytes: int) -> ReshardStats:
-    context = ParallelContext.from_world({"tensor": 2, "data": None})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "data": None})
     world = context.flatten("data", "tensor")
     full = {f"x{i}": torch.randn(7, 9 + i, generator=torch.Generator().manual_seed(i)) for i in range(3)}
     have, want, new = [], [], {}
@@ -479,12 +481,12 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
         )
         want.append(LocalTensorRegion(spec.shape, spec, context.coords).make_tensor_item(name, new[name][1]))
     with CollectiveRecorder(context) as recorder:
-        found = redistribute_tensor_items(have, want, world, max_message_bytes=chunk_bytes)
+        found = redistribute_tensors_across_ranks(have, want, world, max_message_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice_full_tensor(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
-        redistribute_tensor_items(
+        redistribute_tensors_across_ranks(
             have, [LocalTensorRegion((1,), None, {}).make_tensor_item("y", torch.zeros(1))] if world.rank else [], world
         )
     return found

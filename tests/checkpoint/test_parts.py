@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shardformer.checkpoint import chunks, training_state
 from shardformer.checkpoint.chunks import (
+    CheckpointTensor,
     LocalTensorRegion,
-    TensorItem,
     assign_chunks_to_write,
     intersect_chunks,
     split_flat_range_into_chunks,
@@ -190,7 +190,7 @@ def test_writes_of_replicated_tensors_are_balanced() -> None:
         items = [
             LocalTensorRegion((n, 3), None, {}).make_tensor_item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)
         ]
-        mine = assign_chunks_to_write([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
+        mine = assign_chunks_to_write([*items, CheckpointTensor("none", (0, 3), torch.float32, [])], context.data)
         return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
 
     assert run_as_threads(do, data=3) == [24, 21, 21]

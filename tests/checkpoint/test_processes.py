@@ -28,7 +28,7 @@ def trained(
     sizes: dict[str, int], folder: Path, resume: bool, stage: int | None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and weights of a run with dropout that saves halfway or resumes from there."""
-    context = ParallelContext.from_world(sizes)
+    context = ParallelContext.from_default_process_group(sizes)
     seed_all_generators(1 if resume else 0)
     model = shard_model(SmallModelFactory("gpt2", changes=DROPS)(), context=context).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)

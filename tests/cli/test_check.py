@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from shardformer.cli import check as cli_check
-from shardformer.cli.check import CheckResult, check, measure_all_reduce_latency_ms
+from shardformer.cli.check import EnvironmentCheckResult, check, measure_all_reduce_latency_ms
 from shardformer.errors import WorkerError
 
 
@@ -91,7 +91,7 @@ def test_an_old_version_fails_with_the_command_to_update(monkeypatch: pytest.Mon
     real = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda name: "2.10.1+cpu" if name == "torch" else real(name))
     torch = next(finding for finding in cli_check._check_versions() if finding.name == "torch")
-    assert torch == CheckResult("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
+    assert torch == EnvironmentCheckResult("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
 
 
 def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from shardformer.launcher.shutdown import (
     _signal_processes_and_wait,
     is_aborted_by_launcher,
     register_graceful_shutdown,
-    set_shutdown_timeout,
+    set_torchrun_shutdown_timeout,
 )
 from shardformer.launcher.worker import record_uncaught_exception
 
@@ -75,14 +75,14 @@ def close(by_signal: bool, rank: Any = None) -> None:
 
 
 def test_after_a_failure_a_saving_process_gets_no_more_time(waits: list[Any]) -> None:
-    with set_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
+    with set_torchrun_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
         close(by_signal=False)
     assert waits == [(SIGTERM, SHUTDOWN_TIMEOUT_S, True)]
     assert FOLDER not in os.environ
 
 
 def test_a_process_that_does_not_save_gets_a_limited_time(waits: list[Any]) -> None:
-    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
+    with set_torchrun_shutdown_timeout(Namespace(shutdown_timeout=None)):
         close(by_signal=True)
     assert waits == [(SIGINT, SHUTDOWN_TIMEOUT_S, False)]
 
@@ -90,7 +90,7 @@ def test_a_process_that_does_not_save_gets_a_limited_time(waits: list[Any]) -> N
 def test_a_saving_process_is_waited_for_without_a_limit(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "SHUTDOWN_TIMEOUT_S", 0.0)
     rank = Rank()
-    with set_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
+    with set_torchrun_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
         close(by_signal=True, rank=rank)
         assert rank.poll() == 0, "the launcher waited until the process had ended"
         close(by_signal=True)
@@ -107,7 +107,7 @@ def test_a_process_that_saved_but_does_not_end_is_killed(waits: list[Any], monke
         saves.__exit__(None, None, None)
 
     monkeypatch.setattr(rank, "send_signal", save)
-    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
+    with set_torchrun_shutdown_timeout(Namespace(shutdown_timeout=None)):
         saves = register_graceful_shutdown()
         saves.__enter__()
         close(by_signal=True, rank=rank)
@@ -156,7 +156,7 @@ def test_ctrl_c_prints_no_traceback_per_rank(
 def test_shutdown_timeout_limits_the_time_to_save(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
     monkeypatch.setattr(rank, "send_signal", rank.received.append)
-    with set_shutdown_timeout(Namespace(shutdown_timeout=1)), register_graceful_shutdown():
+    with set_torchrun_shutdown_timeout(Namespace(shutdown_timeout=1)), register_graceful_shutdown():
         close(by_signal=True, rank=rank)
     assert waits == [(SIGKILL, AT_ONCE_S, False)]
     assert "did not finish its step and save within 1 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from shardformer.cli import COMMAND_GROUPS, build_app, get_command_names, main
+from shardformer.cli import COMMAND_GROUPS, build_app, get_cli_command_names, main
 
 GROUP: Any = typer.main.get_command(build_app())
 SCREENS = ["", *(name for name, command in GROUP.commands.items() if not command.hidden)]
@@ -40,7 +40,7 @@ def test_a_help_screen_fits_and_has_no_types_of_switches(
             assert option.is_flag or re.search(r"[A-Z]|\|", row[1]), row[0]
 
 
-@pytest.mark.parametrize("command", get_command_names())
+@pytest.mark.parametrize("command", get_cli_command_names())
 def test_the_groups_name_every_option_once(command: str) -> None:
     module = import_module(f"shardformer.cli.{command}")
     groups = getattr(module, "OPTION_GROUPS", {})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.init import load_templates
+from shardformer.cli.init import load_run_config_templates
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.train_command.config_schema import TrainConfig, load_train_config
 from shardformer.train_command.dry_run import make_dry_run_report
@@ -18,7 +18,7 @@ from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import SMALL, labelled, write_images, write_rows, write_text
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEMPLATES = load_templates()
+TEMPLATES = load_run_config_templates()
 ON_TWO_RANKS = [name for name in TEMPLATES if name != "pipeline-tensor"]
 
 

@@ -20,7 +20,7 @@ from shardformer.cli.run import parse_run_arguments
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.launcher import hostfile as launcher_hostfile
 from shardformer.launcher.failure_report import format_failure_report
-from shardformer.launcher.hostfile import HostEntry, find_local_host_index, read_hostfile, select_hosts
+from shardformer.launcher.hostfile import HostEntry, find_local_host_index, read_hostfile, select_hosts_by_name
 from shardformer.launcher.shutdown import STACK_LOCATIONS
 from tests.scripts import SHARDFORMER
 
@@ -330,11 +330,11 @@ def test_a_missing_host_file_raises(tmp_path: Path) -> None:
 
 def test_selected_hosts_keep_the_order_of_the_file() -> None:
     hosts = [HostEntry("a", 1), HostEntry("b", 2), HostEntry("c", 3)]
-    assert select_hosts("c,a", hosts) == [HostEntry("a", 1), HostEntry("c", 3)]
-    assert select_hosts("x, y", None) == [HostEntry("x"), HostEntry("y")]
+    assert select_hosts_by_name("c,a", hosts) == [HostEntry("a", 1), HostEntry("c", 3)]
+    assert select_hosts_by_name("x, y", None) == [HostEntry("x"), HostEntry("y")]
     for names in ("d", "", "a,a"):
         with pytest.raises(LaunchError) as caught:
-            select_hosts(names, hosts)
+            select_hosts_by_name(names, hosts)
         assert_four_parts(caught.value, repr(names))
 
 
@@ -427,7 +427,7 @@ def test_invalid_options_raise(arguments: list[str], value: str) -> None:
 def test_errors_of_torchs_launcher_become_launch_errors(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "a.py").touch()
     with pytest.raises(LaunchError) as caught:
-        cli_run._launch_processes(parse_run_arguments([*options, str(tmp_path / "a.py")]))
+        cli_run._launch_with_torchrun(parse_run_arguments([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.train import _get_num_processes
+from shardformer.cli.train import _get_num_processes_for_layout
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, LaunchError
-from shardformer.mesh.init_distributed import get_launcher_env_variable, get_num_slurm_tasks, launch_from_torch
+from shardformer.mesh.init_distributed import get_launcher_env_variable_name, get_num_slurm_tasks, launch_from_torch
 from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import write_text
 from tests.runs.small_run import MODEL_AND_DATA
@@ -106,7 +106,7 @@ def test_only_tasks_of_srun_are_launched(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert get_launcher_env_variable() == launched
+    assert get_launcher_env_variable_name() == launched
     assert get_num_slurm_tasks() == (0 if "SLURM_STEP_ID" not in variables else 4 if launched else 1)
     with pytest.raises(LaunchError, match=r"are not set, because no launcher has started.*with `srun python train.py`"):
         for name in variables:
@@ -132,8 +132,8 @@ def test_process_options_raise_if_no_processes_are_started(
 
 
 def test_the_number_of_processes_must_match_the_layout() -> None:
-    assert _get_num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
-    assert _get_num_processes(ParallelConfig(tensor=2), 4) == 4
+    assert _get_num_processes_for_layout(ParallelConfig(tensor=2, pipe=2), None) == 4
+    assert _get_num_processes_for_layout(ParallelConfig(tensor=2), 4) == 4
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
-            _get_num_processes(layout, processes)
+            _get_num_processes_for_layout(layout, processes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from tests.pools import WorkerPools
@@ -50,7 +50,7 @@ def test_large_and_small_all_reduce_agree(pool2: WorkerPool) -> None:
 
 
 def _stretch(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    bounds = get_even_bounds(x.shape[dim], axis.size)
+    bounds = get_even_split_bounds(x.shape[dim], axis.size)
     return x.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
 
 

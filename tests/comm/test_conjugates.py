@@ -52,28 +52,28 @@ CASES: dict[str, Case] = {
         False,
     ),
     "split_dim": (
-        lambda x, a: collectives.scatter_to_region(x, a, 1, _even(a.size)),
+        lambda x, a: collectives.scatter_to_parallel_region(x, a, 1, _even(a.size)),
         None,
         _even,
         True,
         False,
     ),
     "join_dim": (
-        lambda x, a: collectives.gather_from_region(x, a, 1, _even(a.size)),
+        lambda x, a: collectives.gather_from_parallel_region(x, a, 1, _even(a.size)),
         _even,
         None,
         False,
         True,
     ),
     "split_dim striped": (
-        lambda x, a: collectives.scatter_to_region(x, a, 1, _striped(a.size)),
+        lambda x, a: collectives.scatter_to_parallel_region(x, a, 1, _striped(a.size)),
         None,
         _striped,
         True,
         False,
     ),
     "join_dim striped": (
-        lambda x, a: collectives.gather_from_region(x, a, 1, _striped(a.size)),
+        lambda x, a: collectives.gather_from_parallel_region(x, a, 1, _striped(a.size)),
         _striped,
         None,
         False,
@@ -109,7 +109,7 @@ def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
     split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
     x = torch.full((2, split.get_local_length(axis.rank)), float(axis.rank), requires_grad=True)
-    whole = collectives.gather_from_region(x, axis, -1, split)
+    whole = collectives.gather_from_parallel_region(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad

@@ -65,7 +65,7 @@ def test_collective_records_module_and_action() -> None:
         model = nn.Sequential(Reduce(axis), Reduce(axis, Reduce(axis)))
         with CollectiveRecorder(context, model) as recorder:
             model(torch.ones(1))
-            with context.traffic.set_call_site(action="F0@1"):
+            with context.traffic.temporarily_set_call_site(pipeline_action="F0@1"):
                 all_reduce(torch.ones(1), axis)
         model(torch.ones(1))
         assert context.traffic.where == ("", "")

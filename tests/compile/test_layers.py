@@ -149,7 +149,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
     ],
 )
 def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[str, Any]) -> None:
-    found = run_as_threads(lambda context: compare(context, **options), in_turn=True, **sizes)
+    found = run_as_threads(lambda context: compare(context, **options), one_at_a_time=True, **sizes)
     assert max(found) < BOUND
 
 
@@ -165,7 +165,7 @@ def test_recomputation_after_a_forward_pass_of_another_length() -> None:
 
         return worst_difference(gradients(compile=BACKEND), gradients())
 
-    assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
+    assert max(run_as_threads(do, one_at_a_time=True, tensor=2)) < BOUND
 
 
 @pytest.mark.full
@@ -173,7 +173,9 @@ def test_recomputation_after_a_forward_pass_of_another_length() -> None:
 @pytest.mark.parametrize("options", [{}, {**SEQUENCE, "checkpointing": True}], ids=["tensor", "checkpointing"])
 def test_inductor_gives_the_same_result(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    found = run_as_threads(lambda context: compare(context, backend="inductor", **options), in_turn=True, tensor=2)
+    found = run_as_threads(
+        lambda context: compare(context, backend="inductor", **options), one_at_a_time=True, tensor=2
+    )
     assert max(found) < 1e-6  # inductor keeps the RMS norm's fp32
 
 
@@ -211,13 +213,13 @@ def test_other_families(family: str, options: dict[str, Any]) -> None:
 
         return worst_difference(losses(BACKEND), losses(False))
 
-    assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
+    assert max(run_as_threads(do, one_at_a_time=True, tensor=2)) < BOUND
 
 
 @pytest.mark.full
 def test_autocast_differs_by_less_than_its_own_rounding() -> None:
     """The eager backward adds the gradients of q, k and v in another order, which 16 bits show."""
-    found = run_as_threads(lambda context: compare(context, dtype=torch.bfloat16), in_turn=True, tensor=2)
+    found = run_as_threads(lambda context: compare(context, dtype=torch.bfloat16), one_at_a_time=True, tensor=2)
     assert 0 < max(found) < 0.02
 
 
@@ -242,7 +244,7 @@ def test_pipeline_stages_with_dropout() -> None:
 
         return worst_difference(stages(compile=BACKEND), stages())
 
-    assert max(run_as_threads(do, pipe=2, in_turn=True)) < BOUND
+    assert max(run_as_threads(do, pipe=2, one_at_a_time=True)) < BOUND
 
 
 def test_model_compile_compiles_the_layers_and_describes_them() -> None:
@@ -261,7 +263,7 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
         assert get_layer_stack_compilers(copied)[0].graphs
         return worst_difference(found, train(model_of("llama", context), context)), texts
 
-    for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
+    for difference, texts in run_as_threads(do, one_at_a_time=True, tensor=2):
         assert difference < BOUND
         assert texts == [
             "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass.",
@@ -276,7 +278,7 @@ def test_torch_compile_of_the_model(sizes: dict[str, int]) -> None:
         found = train(model, context, call=torch.compile(model, backend=BACKEND))
         return worst_difference(found, train(model_of("llama", context), context))
 
-    assert max(run_as_threads(do, in_turn=True, **sizes)) < BOUND
+    assert max(run_as_threads(do, one_at_a_time=True, **sizes)) < BOUND
 
 
 @pytest.mark.reduced(at_most=1)
@@ -293,7 +295,7 @@ def test_compiled_layers_communicate_as_eager_ones(options: dict[str, Any]) -> N
         found = table(model_of("llama", context, compile=BACKEND, **options))
         assert found == expected
 
-    run_as_threads(do, in_turn=True, tensor=2)
+    run_as_threads(do, one_at_a_time=True, tensor=2)
 
 
 def test_recompilation_limit_is_reported_with_the_reason() -> None:
@@ -328,7 +330,7 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
         assert fresh.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
         assert not get_layer_stack_compilers(fresh)[0].graphs
 
-    run_as_threads(do, in_turn=True, tensor=2)
+    run_as_threads(do, one_at_a_time=True, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward_pass() -> N
         ):
             train(model, context)
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)
 
 
 def test_layer_keeps_its_signature_and_other_forwards_are_found() -> None:
@@ -391,7 +393,7 @@ def test_engine_compiles_again_after_resharding() -> None:
 
         return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(""), strict=True))
 
-    assert max(run_as_threads(do, tensor=2, in_turn=True)) < BOUND
+    assert max(run_as_threads(do, tensor=2, one_at_a_time=True)) < BOUND
 
 
 @pytest.mark.full  # the test above passes such a model to the engine

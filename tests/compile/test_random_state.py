@@ -81,7 +81,7 @@ def compare(
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_masks_are_those_of_eager_layers(family: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    found = run_as_threads(lambda context: compare(context, family, **options), in_turn=True, **sizes)
+    found = run_as_threads(lambda context: compare(context, family, **options), one_at_a_time=True, **sizes)
     assert max(found) < BOUND
 
 
@@ -89,7 +89,7 @@ def test_masks_are_those_of_eager_layers(family: str, sizes: dict[str, int], opt
 @pytest.mark.above_budget("inductor compiles C++ code")
 def test_masks_of_inductor_are_those_of_eager_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    found = run_as_threads(lambda context: compare(context, "gpt2", "inductor"), in_turn=True, tensor=2)
+    found = run_as_threads(lambda context: compare(context, "gpt2", "inductor"), one_at_a_time=True, tensor=2)
     assert max(found) < BOUND
 
 

@@ -14,7 +14,7 @@ from shardformer.filesystem import LOCK, ProcessIdentity
 def parent() -> ProcessIdentity:
     """A running process other than this one."""
     return ProcessIdentity(
-        ProcessIdentity.current().machine, os.getppid(), filesystem._get_start_time(os.getppid()) or 0
+        ProcessIdentity.current().machine, os.getppid(), filesystem._get_process_start_time(os.getppid()) or 0
     )
 
 

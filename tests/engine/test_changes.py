@@ -187,7 +187,7 @@ def test_only_an_engine_of_one_process_can_be_copied() -> None:
         with pytest.raises(ConfigError, match=r"Copy only the model with copy\.deepcopy"):
             copy.deepcopy(engine_of(context, data=2))
 
-    run_as_threads(refused, data=2, in_turn=True)
+    run_as_threads(refused, data=2, one_at_a_time=True)
 
 
 @pytest.mark.parametrize("how", [torch.nn.utils.weight_norm, functools.partial(prune.l1_unstructured, amount=0.5)])
@@ -268,7 +268,7 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
 def test_changes_are_carried_over_between_tensor_pipeline_and_data_parallel_layouts() -> None:
     layouts = [None, {"pipe": 2}, {"data": 2, "zero_stage": 1}, {"tensor": 2}]
     expected = llama_losses(None, layouts)
-    for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, in_turn=True):
+    for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -279,4 +279,4 @@ def test_a_change_that_differs_between_ranks_raises_on_all_ranks() -> None:
         with pytest.raises(ShardFormerError, match="was modified differently on different ranks"):
             engine.reshard({"data": 2, "zero_stage": 1})
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)

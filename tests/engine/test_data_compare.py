@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
 
-from shardformer.consistency.training_data import TOLERANCE, compute_sample_projection, hash_samples
+from shardformer.consistency.training_data import TOLERANCE, compute_sample_projection_and_norm, hash_samples
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -156,9 +156,9 @@ def test_floating_point_samples_are_compared_up_to_rounding() -> None:
         {"x": x.roll(1), "y": 0.5},
         {"x": x.numpy(), "y": 0.5},
     ]
-    (sum_, norm), *others = map(compute_sample_projection, values)
+    (sum_, norm), *others = map(compute_sample_projection_and_norm, values)
     assert [abs(other - sum_) < TOLERANCE * norm for other, _ in others] == [True, False, True]
-    assert compute_sample_projection({"label": 3, "text": "a"}) == (0.0, 0.0)
+    assert compute_sample_projection_and_norm({"label": 3, "text": "a"}) == (0.0, 0.0)
 
 
 def skipped(context: ParallelContext, where: int) -> str:

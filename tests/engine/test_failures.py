@@ -279,7 +279,7 @@ def test_initialize_can_be_called_again_after_an_error(case: str, sizes: dict[st
         again = [float(engine.train_step(given)) for _ in range(2)]
         return max(abs(a - b) for a, b in zip(losses, again, strict=True)), 0.0
 
-    assert all(difference < 1e-9 for difference, _ in run_as_threads(do, **sizes, in_turn=True))
+    assert all(difference < 1e-9 for difference, _ in run_as_threads(do, **sizes, one_at_a_time=True))
 
 
 def test_a_scheduler_that_fails_on_one_rank_raises_on_all_ranks() -> None:
@@ -296,4 +296,4 @@ def test_a_scheduler_that_fails_on_one_rank_raises_on_all_ranks() -> None:
             shardformer.initialize(made, optimizer, nn.MSELoss(), scheduler=scheduler, context=context)
         shardformer.initialize(made, optimizer, nn.MSELoss(), context=context)
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)

@@ -87,7 +87,7 @@ def test_the_engine_accepts_each_form_of_a_loss(form: str) -> None:
 @pytest.mark.parametrize("form", ["key", "first of a tuple", "itself"])
 def test_two_pipeline_stages_accept_each_form_of_a_loss(form: str) -> None:
     expected = losses("attribute", None)
-    for found in run_as_threads(lambda context: losses(form, context, pipe=2), pipe=2, in_turn=True):
+    for found in run_as_threads(lambda context: losses(form, context, pipe=2), pipe=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-9)
 
 

@@ -96,7 +96,7 @@ def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> No
         fitted(engine)
         return get_training_modes(engine.model)
 
-    assert run_as_threads(do, data=2, in_turn=True) == [get_training_modes(model())] * 2
+    assert run_as_threads(do, data=2, one_at_a_time=True) == [get_training_modes(model())] * 2
 
 
 def test_a_submodule_in_training_mode_returns_to_it_after_evaluation() -> None:
@@ -150,7 +150,7 @@ def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
             engine.train_step(own_part)
         return losses
 
-    for losses in run_as_threads(run, **axes, in_turn=True):
+    for losses in run_as_threads(run, **axes, one_at_a_time=True):
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[1] < losses[0]
 
 

@@ -15,7 +15,7 @@ from shardformer.cli import main
 from shardformer.discovery.derive_policy import format_policy_source_with_notes
 from shardformer.errors import InputError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.verify.verification import verify
 
 WIDTH, WORDS = 16, 32
@@ -103,7 +103,7 @@ WORD_ROWS = make_batch(0)["words"].repeat(3, 1)
 def test_a_policy_is_derived_from_the_training_data() -> None:
     rows = [(row, row) for row in WORD_ROWS]
     alone = losses(None, rows)
-    found = run_as_threads(lambda context: losses(context, rows, tensor=2), tensor=2, in_turn=True)
+    found = run_as_threads(lambda context: losses(context, rows, tensor=2), tensor=2, one_at_a_time=True)
     assert found == [pytest.approx(alone, rel=1e-5)] * 2
 
 
@@ -173,4 +173,4 @@ def test_a_derived_policy_is_described_as_such_and_fits_into_100_columns() -> No
     names: dict[str, Any] = {}
     exec(source, names)
     assert names["MyPolicy"].keep_replicated == policy.keep_replicated
-    assert resolve_policy(Model(), policy) == (policy, "a derived and validated policy")
+    assert resolve_policy_and_origin(Model(), policy) == (policy, "a derived and validated policy")

@@ -19,7 +19,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -56,7 +56,7 @@ def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
 
 
 def sharded(sample: SmallModelFactory = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
-    context = ParallelContext.from_world({"pipe": 2, **(sizes or {})})
+    context = ParallelContext.from_default_process_group({"pipe": 2, **(sizes or {})})
     manager = PipelineStageManager(context, **stages)
     return shard_model(plain(sample), config=ShardConfig(pipeline_stage_manager=manager))
 
@@ -70,7 +70,7 @@ def alone() -> nn.Module:
 def difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference between gradients of this rank and of the unsharded model."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
-    specs, axis = get_shard_specs(model), get_metadata(model).context.tensor
+    specs, axis = get_shard_specs(model), get_sharding_metadata(model).context.tensor
     found = [0.0]
     for name, p in model.named_parameters():
         expected = theirs[name].grad
@@ -113,7 +113,7 @@ def _headers(lengths: list[int]) -> list[int]:
     model = sharded()
     pipeline, out = Pipeline(model, micro_batches=2), []
     for length in lengths:
-        with CollectiveRecorder(get_metadata(model).context) as recorder:
+        with CollectiveRecorder(get_sharding_metadata(model).context) as recorder:
             pipeline.step(batch_of(4, length))
         out.append(recorder.count("send", purpose="header"))
     return out
@@ -160,7 +160,7 @@ def _accumulated() -> float:
 
 
 def pipeline_data_rank(model: nn.Module) -> int:
-    rank: int = get_metadata(model).context.data.rank
+    rank: int = get_sharding_metadata(model).context.data.rank
     return rank
 
 
@@ -169,7 +169,7 @@ def test_gradient_accumulation_reduces_tied_weights_once(pool4: WorkerPool) -> N
 
 
 def _grid_of_eight(sequence: bool) -> tuple[float, float]:
-    context = ParallelContext.from_world({"tensor": 2, "pipe": 2, "data": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "pipe": 2, "data": 2})
     config = ShardConfig(context=context, enable_sequence_parallelism=sequence)
     reference, model = plain(), shard_model(plain(), config=config)
     parts = [batch_of(4, 9, seed) for seed in range(2)]
@@ -306,7 +306,7 @@ def test_gradient_checkpointing_enable_works_in_pipeline_stages(pool2: WorkerPoo
 
 def _frozen(prefixes: tuple[str, ...]) -> tuple[float, float, int]:
     reference, model = plain(), sharded()
-    context, batch = get_metadata(model).context, batch_of(4, 11)
+    context, batch = get_sharding_metadata(model).context, batch_of(4, 11)
     for name, p in [*reference.named_parameters(), *model.named_parameters()]:
         p.requires_grad_(not name.startswith(prefixes))
     pipeline = Pipeline(model, micro_batches=2)
@@ -382,7 +382,7 @@ def _saved() -> tuple[bool, bool, int]:
     again = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        if get_metadata(model).context.pipe.rank == 0:
+        if get_sharding_metadata(model).context.pipe.rank == 0:
             loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
             again = all(torch.equal(loaded[name].double(), whole[name].float().double()) for name in whole)
     return same, again, sum(p.numel() for p in model.parameters())
@@ -398,7 +398,7 @@ def _lazy() -> tuple[bool, int]:
     torch.manual_seed(0)
     with LazyInit():
         model = GPT2()
-    model = shard_model(model, context=ParallelContext.from_world({"pipe": 2}))
+    model = shard_model(model, context=ParallelContext.from_default_process_group({"pipe": 2}))
     torch.manual_seed(0)
     whole = GPT2().state_dict()
     state = full_state_dict(model)
@@ -439,12 +439,12 @@ def _generated() -> None:
 
 def _stage_of_its_own_batch() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + get_metadata(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + get_sharding_metadata(model).context.pipe.rank))
 
 
 def _stage_of_its_own_tokens() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5, get_metadata(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5, get_sharding_metadata(model).context.pipe.rank))
 
 
 def _no_labels() -> None:
@@ -470,7 +470,7 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
     "both kinds of size": lambda: Pipeline(sharded(), micro_batches=2, micro_batch_size=2),
     "a batch smaller than the micro-batches": lambda: Pipeline(sharded(), micro_batches=4).step(batch_of(3, 5)),
     "a model without a stack": lambda: shard_model(
-        nn.Sequential(nn.Linear(4, 4)), context=ParallelContext.from_world({"pipe": 2})
+        nn.Sequential(nn.Linear(4, 4)), context=ParallelContext.from_default_process_group({"pipe": 2})
     ),
     "layers dropped at random": lambda: sharded(SmallModelFactory("opt", changes={"layerdrop": 0.1})),
     "a model that was not sharded": lambda: Pipeline(plain(), micro_batches=2),
@@ -487,8 +487,8 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
     "another grid": lambda: shard_model(
         plain(),
         config=ShardConfig(
-            context=ParallelContext.from_world({"pipe": 2}),
-            pipeline_stage_manager=PipelineStageManager(ParallelContext.from_world({"pipe": 2})),
+            context=ParallelContext.from_default_process_group({"pipe": 2}),
+            pipeline_stage_manager=PipelineStageManager(ParallelContext.from_default_process_group({"pipe": 2})),
         ),
     ),
 }
@@ -537,7 +537,7 @@ def test_errors_are_raised_on_every_stage(pool2: WorkerPool, what: str) -> None:
 
 
 def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
-    context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "pipe": 2})
     model = shard_model(plain(), config=ShardConfig(context=context, enable_sequence_parallelism=sequence))
     pipeline = Pipeline(model, micro_batches=2)
     pipeline.step(batch_of(4, 12))
@@ -564,7 +564,7 @@ def test_each_tensor_rank_sends_its_share_of_a_stage_boundary(pool4: WorkerPool,
 
 
 def _gathers(schedule: str) -> int:
-    context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "pipe": 2})
     manager = PipelineStageManager(context, schedule, partition=[1, 3] if schedule == "1f1b" else [1, 1, 1, 1])
     config = ShardConfig(pipeline_stage_manager=manager, enable_sequence_parallelism=True)
     model = shard_model(plain(), config=config)
@@ -579,7 +579,7 @@ def test_a_split_backward_gathers_no_more_than_a_full_one(pool4: WorkerPool) -> 
 
 
 def _shared() -> list[tuple[int, ...]]:
-    context = ParallelContext.from_world({"pipe": 2})
+    context = ParallelContext.from_default_process_group({"pipe": 2})
     model, shared = ShardFormer(ShardConfig(context=context)).optimize(plain(T5))
     mine = {id(p) for p in model.parameters()}
     assert all(id(p) in mine for held in shared for p in held.values())

@@ -16,7 +16,7 @@ from shardformer.kernels import model_specific_attention
 from shardformer.kernels.attention_registration import (
     ATTENTION_NAME,
     _describe_attention_kernels,
-    check_flash_attention,
+    check_flash_attention_is_supported,
     use_flash_attention,
 )
 from shardformer.verify.small_models import compute_model_loss
@@ -78,7 +78,7 @@ def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, score
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(model_specific_attention.iter_modules_to_override(build(family, {})))
+    computes_itself = family in OWN and any(model_specific_attention.iter_attention_overrides(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -138,7 +138,7 @@ def test_unsupported_kernel_options_are_refused(family: str, changes: dict[str, 
 
 
 def test_missing_attention_dropout_is_accepted() -> None:
-    check_flash_attention(build("falcon", {"attention_dropout": 0.1}), CPU)
+    check_flash_attention_is_supported(build("falcon", {"attention_dropout": 0.1}), CPU)
 
 
 def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch.setitem(model_specific_attention.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in model_specific_attention.iter_modules_to_override(model)] == []
+    assert [path for path, _, _ in model_specific_attention.iter_attention_overrides(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

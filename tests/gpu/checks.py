@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardformer
 from shardformer.context_parallel.attention_kernels import (
     AttentionScoreOptions,
-    BlockMask,
-    partial_attention,
+    BlockAttentionMask,
     partial_attention_backward,
+    partial_attention_with_lse,
 )
 from shardformer.kernels.attention import attention
 from shardformer.mesh.parallel_context import ParallelContext
@@ -51,7 +51,7 @@ def train(
     model = sample().to(where).train()
     batch = {name: x.to(where) for name, x in RandomBatchFactory(sample.head_class)(0).items()}
     if options is not None or zero is not None:
-        model = shard_model(model, context=ParallelContext.from_world({}, where), **(options or {}))
+        model = shard_model(model, context=ParallelContext.from_default_process_group({}, where), **(options or {}))
     if activations:
         shardformer.offload.activations.offload_activations(model, activations, min_bytes=0)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, **(adam or {}))
@@ -170,9 +170,11 @@ def context_kernels(device: str) -> str:
             k, v, grad = (torch.randn(2, heads, 40, 32, device=where, dtype=dtype) for heads in (2, 2, 4))
             positions = torch.arange(40, device=where)
             sees = (positions[:, None] >= positions[None, :]) | (positions[None, :] % 3 == 0)
-            part = BlockMask(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
+            part = BlockAttentionMask(
+                kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions
+            )
             how = AttentionScoreOptions(32**-0.5)
-            out, lse = partial_attention(q, k, v, part, how)
+            out, lse = partial_attention_with_lse(q, k, v, part, how)
             ours = [out, *partial_attention_backward(grad, q, k, v, out, lse, part, how)[:3]]
             wide = [x.double().requires_grad_() for x in (q, k, v)]
             seen = positions[:, None] >= positions[None, :] if kind == "causal" else sees if kind == "sees" else None
@@ -284,7 +286,7 @@ def _warm_up(where: torch.device) -> None:
 def _kept(where: torch.device, zero: dict[str, Any], before: int) -> tuple[float, int]:
     """Return the estimate for a model of 34 million parameters, and the bytes allocated after a step."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(where)
-    model = shard_model(model, context=ParallelContext.from_world({}, where))
+    model = shard_model(model, context=ParallelContext.from_default_process_group({}, where))
     plain = torch.optim.AdamW(model.parameters())
     expected = shardformer.estimate_memory(model, plain, **zero)
     dtype = torch.bfloat16 if "precision" in zero else torch.float32

@@ -75,5 +75,5 @@ def _engine(where: torch.device, size: dict[str, int]) -> Callable[[dict[str, Te
     model = _model(where, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     parallel = shardformer.ParallelConfig(precision="bf16")
-    context = ParallelContext.from_world({}, where)
+    context = ParallelContext.from_default_process_group({}, where)
     return shardformer.initialize(model, optimizer, parallel=parallel, context=context).train_step

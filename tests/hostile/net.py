@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
@@ -144,7 +144,7 @@ def trained(
 def closed(trace: Trace, model: nn.Module) -> Trace:
     """Return the trace with the current weights of the model."""
     try:
-        state = get_metadata(model)
+        state = get_sharding_metadata(model)
     except ShardFormerError:
         trace.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return trace
@@ -161,7 +161,7 @@ def outcome(case: Case) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traces = run_as_threads(case.run, timeout_s=LIMIT_S, in_turn=True, **case.sizes)
+            traces = run_as_threads(case.run, timeout_s=LIMIT_S, one_at_a_time=True, **case.sizes)
             what, detail = compared(traces, case.plain())
     except WorkerError as error:
         what, detail = HANGS, str(error)[:600]

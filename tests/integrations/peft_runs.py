@@ -216,7 +216,7 @@ def compare(
         model = ORDERS[order](model_name, config, layout, context, **options)
         return train_sharded(model, model_name, layout, context, steps)
 
-    found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    found = run_as_threads(run, **layout.sizes, one_at_a_time=True)[0]
     return Difference.between(found, reference)
 
 
@@ -245,7 +245,7 @@ def file_differences(model_name: str, config: Any, layout: Layout, folder: str) 
         loaded["loss"] = before
         return loaded
 
-    loaded = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    loaded = run_as_threads(run, **layout.sizes, one_at_a_time=True)[0]
     files = [load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("sharded", "plain")]
     configs = [json.loads(Path(f"{folder}/{name}/adapter_config.json").read_text()) for name in ("sharded", "plain")]
     torch.manual_seed(0)
@@ -340,7 +340,7 @@ def switch_adapters(layout: Layout | None) -> list[float]:
         tokens = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
         return [*map(float, found), *map(float, tokens[0]), *map(float, model.get_nb_trainable_parameters())]
 
-    return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    return run(None) if layout is None else run_as_threads(run, **layout.sizes, one_at_a_time=True)[0]
 
 
 def compare_saved_norms() -> Difference:
@@ -374,7 +374,7 @@ def loss_with_hook(order: str | None) -> float:
             model = shardformer.shard_model(model, context=context)
         return float(plain_loss(model, "llama"))
 
-    return run(None) if order is None else run_as_threads(run, tensor=2, in_turn=True)[0]
+    return run(None) if order is None else run_as_threads(run, tensor=2, one_at_a_time=True)[0]
 
 
 def shard_different_adapters(context: ParallelContext, options: dict[str, int]) -> None:
@@ -386,17 +386,17 @@ def shard_different_adapters(context: ParallelContext, options: dict[str, int]) 
 
 def names_after_deletion() -> tuple[set[str], set[str]]:
     """Return the adapters' names before an adapter is added, and after it is deleted. It is named like a module."""
-    from shardformer.layout.sharding_metadata import get_metadata
+    from shardformer.layout.sharding_metadata import get_sharding_metadata
 
     def run(context: ParallelContext) -> tuple[set[str], set[str]]:
         model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
-        before = set(get_metadata(model).adapters.own)
+        before = set(get_sharding_metadata(model).adapters.own)
         model.add_adapter("model", config_of("LoRA"))
-        assert len(get_metadata(model).adapters.own) == 2 * len(before)
+        assert len(get_sharding_metadata(model).adapters.own) == 2 * len(before)
         model.delete_adapter("model")
-        return before, set(get_metadata(model).adapters.own)
+        return before, set(get_sharding_metadata(model).adapters.own)
 
-    return run_as_threads(run, tensor=2, in_turn=True)[0]
+    return run_as_threads(run, tensor=2, one_at_a_time=True)[0]
 
 
 def errors_of_different_adapters() -> tuple[str, str]:
@@ -479,7 +479,7 @@ def train_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[s
 def error_of(function: Callable[..., Any], *args: Any, **sizes: int) -> str:
     """Return the text of the error that sharding raises."""
     try:
-        run_as_threads(lambda context: function(context, *args), in_turn=True, **sizes)
+        run_as_threads(lambda context: function(context, *args), one_at_a_time=True, **sizes)
     except ConfigError as error:
         return str(error)
     return "no error"
@@ -619,7 +619,7 @@ def dropout_masks() -> list[list[bool]]:
         model(**batch_of("gpt2", 0))
         return dropped
 
-    return run_as_threads(run, tensor=2, in_turn=True)
+    return run_as_threads(run, tensor=2, one_at_a_time=True)
 
 
 def reshard_engine() -> list[float]:
@@ -646,7 +646,7 @@ def reshard_engine() -> list[float]:
         local = {name: x.chunk(2)[engine.context.data.rank] for name, x in batch_of("llama", 1).items()}
         return [*losses, float(engine.train_step(local))]
 
-    losses = run_as_threads(run, tensor=2, in_turn=True)[0]
+    losses = run_as_threads(run, tensor=2, one_at_a_time=True)[0]
     return [abs(a - b) for a, b in zip(losses, reference, strict=True)]
 
 
@@ -664,7 +664,7 @@ def lazy_difference() -> float:
 
     torch.manual_seed(0)
     plain = build().state_dict()
-    return difference(run_as_threads(run, tensor=2, in_turn=True)[0], plain)
+    return difference(run_as_threads(run, tensor=2, one_at_a_time=True)[0], plain)
 
 
 def injected_adapters(sizes: dict[str, int] | None, order: str = "before") -> tuple[float, float]:
@@ -688,4 +688,4 @@ def injected_adapters(sizes: dict[str, int] | None, order: str = "before") -> tu
         trained = [p for p in model.parameters() if p.requires_grad]
         return float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(trained, 1e9))
 
-    return run(None) if sizes is None else run_as_threads(run, **sizes, in_turn=True)[0]
+    return run(None) if sizes is None else run_as_threads(run, **sizes, one_at_a_time=True)[0]

@@ -143,7 +143,7 @@ def compare_models(
             model = shardformer.shard_model(build(), context=context, **layout.options)
         return train_sharded(model, "llama", layout, context, STEPS)
 
-    found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    found = run_as_threads(run, **layout.sizes, one_at_a_time=True)[0]
     for result in (found, reference):  # full_state_dict leaves out quantized weights
         result.weights = {name: x for name, x in result.weights.items() if name in trained}
     return Difference.between(found, reference)
@@ -213,7 +213,7 @@ def file_differences(name: str, folder: str) -> dict[str, float]:
         losses["unloaded"] = loss_of(model.unload())
         return losses
 
-    found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    found = run_as_threads(run, **layout.sizes, one_at_a_time=True)[0]
     files = [load_file(f"{folder}/{kind}/adapter_model.safetensors") for kind in ("plain", "sharded")]
     configs = [json.loads(Path(f"{folder}/{kind}/adapter_config.json").read_text()) for kind in ("plain", "sharded")]
     expected = {"loss": loss_of(plain), "loaded": loss_of(plain)}

@@ -40,7 +40,7 @@ def compare_exports(where: Path) -> tuple[float, float, int]:
     import peft
     import transformers
 
-    from shardformer.train_command.load_data import load_data
+    from shardformer.train_command.load_data import load_training_data
 
     run = made(where, "alone")
     files = [peft.utils.load_peft_weights(str(where / name / "model")) for name in ("alone", "split")]
@@ -48,7 +48,7 @@ def compare_exports(where: Path) -> tuple[float, float, int]:
     difference = max(float((files[0][name] - files[1][name]).abs().max()) for name in files[0])
     torch.manual_seed(run.seed)
     merged = transformers.AutoModelForCausalLM.from_pretrained(where / "merged" / "model")
-    data = load_data(run)
+    data = load_training_data(run)
     assert data.collate_fn is not None
     batch = data.collate_fn([data.train_dataset[0]])
     engine = find_saved_model(str(where / "alone")).load_engine(run.layout)

@@ -32,7 +32,7 @@ ways_to_recompute = pytest.mark.parametrize("use_reentrant", [False, True], ids=
 
 
 def axis_here() -> Axis:
-    return ParallelContext.from_world({}).tensor
+    return ParallelContext.from_default_process_group({}).tensor
 
 
 # ----------------------------------------------------------------------------------------------------------- the layers

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.kernels import fused_ops
 from shardformer.kernels import fused_ops as fused
-from shardformer.kernels.fused_ops import DeferredActivation, defer_bias
+from shardformer.kernels.fused_ops import DeferredActivation, defer_bias_add
 
 HIDDEN = 8
 
@@ -124,7 +124,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("act", [F.gelu, lambda x: x], ids=["act", "bias"])
 def test_every_use_of_a_deferred_activation_keeps_its_gradient(use: str, act: Callable[[Tensor], Tensor]) -> None:
     assert_same(
-        lambda x, b, w: USES[use](act(defer_bias(x + 0, b)), w),
+        lambda x, b, w: USES[use](act(defer_bias_add(x + 0, b)), w),
         lambda x, b, w: USES[use](act(x + b), w),
         leaves((3, 4, HIDDEN), (HIDDEN,), (HIDDEN, HIDDEN)),
         1e-12,
@@ -134,7 +134,7 @@ def test_every_use_of_a_deferred_activation_keeps_its_gradient(use: str, act: Ca
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_layer_has_the_same_gradients(reentrant: bool) -> None:
     def layer(x: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        return F.linear(F.gelu(defer_bias(x + 0, b)), w)
+        return F.linear(F.gelu(defer_bias_add(x + 0, b)), w)
 
     assert_same(
         lambda x, b, w: checkpoint(layer, x, b, w, use_reentrant=reentrant),
@@ -153,7 +153,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ACTS)
 def test_bias_is_fused_with_the_activation(name: str, ran: list[str]) -> None:
     act = ACTS[name]
-    bias = lambda x, b: act(defer_bias(x + 0, b))  # noqa: E731
+    bias = lambda x, b: act(defer_bias_add(x + 0, b))  # noqa: E731
     assert_same(bias, lambda x, b: act(x + b), leaves((3, 4, HIDDEN), (HIDDEN,)), 1e-12)
     assert_same(bias, lambda x, b: act(x + b), leaves((HIDDEN,), (HIDDEN,)), 1e-12)
     if name != "ReLU":  # the in-place ReLU is not fused
@@ -163,7 +163,7 @@ def test_bias_is_fused_with_the_activation(name: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_gate_is_fused_from_either_side(turned: bool, ran: list[str]) -> None:
     def gated(x: Tensor, b: Tensor, up: Tensor) -> Tensor:
-        h, up = F.silu(defer_bias(x, b)), defer_bias(up, b)
+        h, up = F.silu(defer_bias_add(x, b)), defer_bias_add(up, b)
         return up * h if turned else h * up
 
     assert_same(gated, lambda x, b, up: F.silu(x + b) * (up + b), leaves((3, 8), (8,), (3, 8)), 1e-12)
@@ -171,13 +171,15 @@ def test_gate_is_fused_from_either_side(turned: bool, ran: list[str]) -> None:
 
 
 def test_a_factor_of_another_shape_is_not_fused(ran: list[str]) -> None:
-    assert_same(lambda x, w: F.silu(defer_bias(x, None)) * w, lambda x, w: F.silu(x) * w, leaves((3, 8), (8,)), 1e-12)
+    assert_same(
+        lambda x, w: F.silu(defer_bias_add(x, None)) * w, lambda x, w: F.silu(x) * w, leaves((3, 8), (8,)), 1e-12
+    )
     assert ran == ["act"]
 
 
 def test_activation_is_deferred_until_its_values_are_read(ran: list[str]) -> None:
     x, b = leaves((3, 4, 8), (8,))
-    h = F.gelu(defer_bias(x.bfloat16(), b))
+    h = F.gelu(defer_bias_add(x.bfloat16(), b))
     assert type(h) is DeferredActivation
     assert (h.shape, h.dtype, h.device, h.requires_grad) == (x.shape, torch.bfloat16, x.device, True)
     assert ran == []
@@ -190,7 +192,7 @@ def test_backward_frees_all_saved_tensors() -> None:
     kept: list[Tensor] = []
     x, b, w = leaves((3, 4, 8), (8,), (8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.clone(), lambda t: t):  # type: ignore[func-returns-value]
-        loss = F.linear(F.gelu(defer_bias(x * 2, b)), w).sum()
+        loss = F.linear(F.gelu(defer_bias_add(x * 2, b)), w).sum()
     assert len(kept) == 3  # the activation's input; the product's two
     loss.backward()
     assert x.grad is not None and b.grad is not None
@@ -200,7 +202,7 @@ def test_fused_activation_works_under_no_grad_and_in_inference_mode() -> None:
     x, b = leaves((3, 8), (8,))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            y = F.linear(F.gelu(defer_bias(x + 0, b)), torch.eye(8, dtype=x.dtype))
+            y = F.linear(F.gelu(defer_bias_add(x + 0, b)), torch.eye(8, dtype=x.dtype))
             torch.testing.assert_close(y, F.gelu(x + b))
             assert not y.requires_grad
 
@@ -216,7 +218,7 @@ def test_compiled_kernel_equals_eager_for_any_batch_size(monkeypatch: pytest.Mon
     for shape in ((4, 6, 8), (3, 5, 8)):
         inputs = leaves(shape, (8,), shape, dtype=torch.float32)
         assert_same(
-            lambda x, b, up: F.gelu(defer_bias(x, b), approximate="tanh") * up,
+            lambda x, b, up: F.gelu(defer_bias_add(x, b), approximate="tanh") * up,
             lambda x, b, up: F.gelu(x + b, approximate="tanh") * up,
             inputs,
             1e-6,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs
+from shardformer.tensor_parallel.parallel_module import enable_fp32_inputs_of_16bit_layers
 from shardformer.training.initialize import initialize
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.zero.shard_optimizer import shard_optimizer
@@ -55,8 +55,8 @@ def test_fp32_input_is_cast(name: str) -> None:
     expected = first(layer(*(x.bfloat16() for x in inputs)))
     with pytest.raises((RuntimeError, ValueError)):  # else there would be nothing to cast for
         layer(*inputs)
-    enable_fp32_inputs(layer)
-    enable_fp32_inputs(layer)  # of two optimizers
+    enable_fp32_inputs_of_16bit_layers(layer)
+    enable_fp32_inputs_of_16bit_layers(layer)  # of two optimizers
     assert len(layer._forward_pre_hooks) == 1
     out = first(copy.deepcopy(layer)(*inputs))
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
@@ -72,7 +72,7 @@ def test_modules_that_accept_fp32_are_unchanged() -> None:
     norm, wide, plain = narrow(nn.RMSNorm(6)), narrow(Wide(6, 6)), narrow(nn.Linear(6, 6))
     x = torch.randn(3, 6)
     for module in (norm, wide, plain):
-        enable_fp32_inputs(module)
+        enable_fp32_inputs_of_16bit_layers(module)
     assert not norm._forward_pre_hooks and wide(x).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(plain(x), F.linear(x.bfloat16(), plain.weight, plain.bias))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_statistics_stay_in_fp32(kind: type[nn.Module], dtype: torch.dtype, trai
     layer = narrow(kind(6)).train(training)
     wide = copy.deepcopy(layer).float()
     x = torch.randn(5, 6, dtype=dtype)
-    enable_fp32_inputs(layer)
+    enable_fp32_inputs_of_16bit_layers(layer)
     if kind is nn.SyncBatchNorm:
         wide = nn.BatchNorm1d(6).train(training)
     out, expected = layer(x), wide(x)
@@ -104,7 +104,7 @@ def test_statistics_stay_in_fp32(kind: type[nn.Module], dtype: torch.dtype, trai
 def test_parameters_are_restored_after_an_error() -> None:
     layer = narrow(nn.BatchNorm1d(6))
     before = dict(layer.named_parameters())
-    enable_fp32_inputs(layer)
+    enable_fp32_inputs_of_16bit_layers(layer)
     with pytest.raises(RuntimeError):
         layer(torch.randn(5, 7))
     assert {name: id(p) for name, p in layer.named_parameters()} == {name: id(p) for name, p in before.items()}
@@ -166,7 +166,7 @@ def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:
         assert losses[-1] < losses[0]
         return [buffer for buffer in engine.model.buffers() if buffer.is_floating_point()]
 
-    for buffers in run_as_threads(run, data=2, in_turn=True):
+    for buffers in run_as_threads(run, data=2, one_at_a_time=True):
         assert {buffer.dtype for buffer in buffers} == {torch.float32}
 
 
@@ -192,5 +192,5 @@ def test_a_stage_without_the_weights_of_a_norm_accepts_fp32_inputs() -> None:
         engine = initialize(model, own, parallel={"pipe": 2, "precision": "bf16"}, context=context)
         return float(engine.train_step({"input_ids": ids, "labels": ids}))
 
-    for loss in run_as_threads(run, pipe=2, in_turn=True):
+    for loss in run_as_threads(run, pipe=2, one_at_a_time=True):
         assert loss == pytest.approx(expected, rel=0.01)

@@ -19,7 +19,7 @@ def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> Non
             SequenceLayout(length, ring, group)
         return
     positions = SequenceLayout(length, ring, group)
-    assert positions.split.is_partition
+    assert positions.split.stores_each_index_once
     assert positions.split.full == length
     lengths = positions.split.get_local_lengths()
     assert min(lengths) > 0
@@ -28,7 +28,7 @@ def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> Non
         mine = get_chunk_positions(positions, positions.get_chunk_indices_of_rank(rank)).tolist()
         parts = [positions.get_positions_of_rank(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
-        assert [len(part) for part in parts] == positions.get_lengths_of_group_ranks(rank)
+        assert [len(part) for part in parts] == positions.get_lengths_in_ulysses_group(rank)
         assert {positions.get_ring_rank_of_chunk(chunk) for chunk in positions.get_chunk_indices_of_rank(rank)} == {
             rank
         }

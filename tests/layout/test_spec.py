@@ -17,12 +17,12 @@ from shardformer.errors import ConfigError
 from shardformer.layout import shard_spec as spec_module
 from shardformer.layout import shard_spec as split_module
 from shardformer.layout.shard_spec import (
+    AttentionHeadLayout,
     EvenSplit,
-    HeadLayout,
     ShardSpec,
     Split,
     count_ranks_per_range,
-    get_even_bounds,
+    get_even_split_bounds,
 )
 
 AXES = ("tensor", "data", "column")
@@ -35,7 +35,7 @@ def test_docstring_examples() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_even_bounds_differ_by_at_most_one(count: int, ranks: int) -> None:
-    bounds = get_even_bounds(count, ranks)
+    bounds = get_even_split_bounds(count, ranks)
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == count and len(sizes) == ranks
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -110,13 +110,13 @@ def test_num_copies_counts_every_copy(spec: ShardSpec) -> None:
     """Each copy weighted by 1 / num_copies, every element counts once."""
     ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
     for coords in spec.get_all_rank_coords():
-        share = spec.slice_full_tensor(ones, coords) / spec.count_copies(coords)
+        share = spec.slice_full_tensor(ones, coords) / spec.count_copies_per_element(coords)
         for box in spec.boxes(coords):
             box.view_in_full(total).add_(box.view_in_local(share))
     assert torch.allclose(total, ones)
     held = sum(prod(spec.get_local_shape(coords)) for coords in spec.get_all_rank_coords())
-    assert held == int((ones * spec.count_copies()).sum())
-    assert spec.is_partition == (held == prod(spec.shape))
+    assert held == int((ones * spec.count_copies_per_element()).sum())
+    assert spec.stores_each_element_once == (held == prod(spec.shape))
 
 
 @settings(deadline=None, max_examples=60)
@@ -125,15 +125,15 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
     heads = kv * group
     if heads < ranks:
         with pytest.raises(ConfigError, match="attention heads"):
-            HeadLayout(heads, kv, width, ranks)
+            AttentionHeadLayout(heads, kv, width, ranks)
         return
-    layout = HeadLayout(heads, kv, width, ranks)
+    layout = AttentionHeadLayout(heads, kv, width, ranks)
     assert sum(layout.get_num_query_heads(r) for r in range(ranks)) == heads
     for rank in range(ranks):
         wanted = [h // group for h in range(layout.query_head_bounds[rank], layout.query_head_bounds[rank + 1])]
         held = layout.get_stored_kv_heads(rank)
         seen = [held[i] for i in layout.get_local_kv_head_per_query(rank) or range(len(held))]
-        repeated = [h for h in seen for _ in range(layout.get_local_attr_values(rank)["groups"])]
+        repeated = [h for h in seen for _ in range(layout.get_local_head_and_feature_counts(rank)["groups"])]
         assert repeated == wanted  # what the forward pass pairs with each local query head
     assert layout.get_kv_split().full == kv * width and all(c >= 1 for c in layout.get_kv_split().multiplicity)
 
@@ -141,8 +141,8 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
 def test_a_slice_on_two_ranks_counts_twice() -> None:
     split = Split((((0, 2),), ((1, 3),)))
     spec = ShardSpec((3, 2), {0: split})
-    assert split.multiplicity == (1, 2, 1) and not split.is_partition and not spec.is_partition
-    held = spec.count_copies({"tensor": 1})
+    assert split.multiplicity == (1, 2, 1) and not split.stores_each_index_once and not spec.stores_each_element_once
+    held = spec.count_copies_per_element({"tensor": 1})
     assert isinstance(held, torch.Tensor) and held.tolist() == [[2], [1]]
 
 

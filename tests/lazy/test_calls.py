@@ -13,7 +13,7 @@ from torch import nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import RecordingMethodWrapper, materialize
@@ -93,12 +93,12 @@ def test_resized_embeddings_are_sharded(folder: Path) -> None:
         torch.manual_seed(3 + context.rank)
         model.resize_token_embeddings(101)
         shardformer.shard_model(model, context=context)
-        specs, coords = get_shard_specs(model), get_metadata(model).coords
+        specs, coords = get_shard_specs(model), get_sharding_metadata(model).coords
         assert specs["model.embed_tokens.weight"].shape == (101, SMALL["hidden_size"])
         for name, p in model.named_parameters():
             torch.testing.assert_close(p, specs[name].slice_full_tensor(plain.get_parameter(name), coords), msg=name)
 
-    run_as_threads(check, tensor=2, in_turn=True)
+    run_as_threads(check, tensor=2, one_at_a_time=True)
 
 
 def test_unrecorded_changes_are_refused(folder: Path) -> None:

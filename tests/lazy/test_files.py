@@ -23,7 +23,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import safetensors_source
 from shardformer.meta_init import safetensors_source as files
 from shardformer.meta_init.lazy_init import materialize
-from shardformer.meta_init.safetensors_source import SafetensorsTensorReader, WeightsFile, load_lazy_tensors
+from shardformer.meta_init.safetensors_source import SafetensorsFile, SafetensorsTensorReader, load_safetensors_lazily
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -239,24 +239,24 @@ def test_samples_of_a_large_file_cover_every_tensor_and_the_whole_file(tmp_path:
     size = path.stat().st_size
     start = size - (3 << 20) - 32 - (4 << 14)
     tensors = json.loads(path.read_bytes()[8:start])
-    before = WeightsFile(str(path)).contents
+    before = SafetensorsFile(str(path)).contents
 
     def differs(where: int, **options: Any) -> bool:
         with path.open("r+b") as file:
             file.seek(where)
             file.write(b"\1")
             file.flush()
-            found = WeightsFile(str(path), **options).contents
+            found = SafetensorsFile(str(path), **options).contents
             file.seek(where)
             file.write(b"\0")
-        return found != WeightsFile(str(path), **options).contents
+        return found != SafetensorsFile(str(path), **options).contents
 
     middles = [start + sum(tensors[name]["data_offsets"]) // 2 for name in "abc"]
     chunks = [(size - safetensors_source.CHUNK_BYTES) * number // 15 for number in range(1, 16)]
     assert [differs(where) for where in (*middles, *chunks)] == [True] * 18
     between = chunks[4] - 1000  # after the middle of "a", between the sampled chunks
     assert not differs(between) and differs(between, all_bytes=True)
-    assert WeightsFile(str(path)).contents == before
+    assert SafetensorsFile(str(path)).contents == before
 
 
 # ------------------------------------------------------------------------------------------------ absurd headers
@@ -305,7 +305,7 @@ def test_invalid_files_raise_a_config_error_with_a_remedy(
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read: .*again") as caught:
-        load_lazy_tensors(str(path))
+        load_safetensors_lazily(str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -332,7 +332,7 @@ def test_an_invalid_header_length_allocates_no_memory(length: int, tmp_path: Pat
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match="cannot be read"):
-            load_lazy_tensors(str(path))
+            load_safetensors_lazily(str(path))
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()

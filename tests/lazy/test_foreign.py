@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import shardformer
-from shardformer.discovery.shrink_config import get_model_class
+from shardformer.discovery.shrink_config import find_transformers_model_class
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.meta_init.lazy_init import materialize
 from shardformer.train_command.build import build_model
-from shardformer.train_command.config_schema import TrainConfig, parse_config
+from shardformer.train_command.config_schema import TrainConfig, parse_train_config
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
 from shardformer.train_command.tokenizer import load_tokenizer
@@ -134,7 +134,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def run_of(folder: Path, **model: Any) -> TrainConfig:
-    return parse_config({"model": {"name": str(folder), **model}, "data": {"train": "a.txt"}}, "run.toml")
+    return parse_train_config({"model": {"name": str(folder), **model}, "data": {"train": "a.txt"}}, "run.toml")
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -203,9 +203,9 @@ def test_no_file_is_unpickled(folder: Path) -> None:
 
 
 def test_only_model_classes_named_by_files_are_used() -> None:
-    assert get_model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
+    assert find_transformers_model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
     others = ["AutoModel", "PreTrainedModel", "pipeline", "torch", "Trainer", "LlamaConfig", "os.path", "", "__class__"]
-    assert [name for name in others if get_model_class(name) is not None] == []
+    assert [name for name in others if find_transformers_model_class(name) is not None] == []
 
 
 @pytest.mark.parametrize("named", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", [], None, ["NoSuchModel"]])

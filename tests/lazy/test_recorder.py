@@ -17,7 +17,11 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import get_deferred_storage, get_init_recipe, run_init_recipe
+from shardformer.meta_init.init_recipe import (
+    get_deferred_storage,
+    get_recorded_init_steps,
+    materialize_deferred_storage,
+)
 from shardformer.meta_init.lazy_init import InitRecorderMode, LazyInit, materialize
 from shardformer.verify.small_models import SmallModelFactory
 from tests.lazy.families import FAMILIES, assert_same, build
@@ -121,7 +125,7 @@ def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
         model = SmallModelFactory("bert")()
     place = get_deferred_storage(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
-    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_init_recipe(place)]
+    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_recorded_init_steps(place)]
     assert steps == ["normal_", "zero_"]
 
 
@@ -223,7 +227,7 @@ def test_threads_draw_the_same_random_numbers() -> None:
     def values(tensor: Tensor) -> Tensor:
         place = get_deferred_storage(tensor)
         assert place is not None
-        return torch.empty(0).set_(run_init_recipe(place), 0, (1000, 100))
+        return torch.empty(0).set_(materialize_deferred_storage(place), 0, (1000, 100))
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(values, lazy * 8))

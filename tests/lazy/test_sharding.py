@@ -223,7 +223,7 @@ def test_at_most_one_full_tensor_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
     whole = sum(p.nbytes for p in lazy.parameters())
     for place in {init_recipe.get_deferred_storage(p) for p in lazy.parameters()}:
         assert place is not None
-        init_recipe.run_init_recipe(place)
+        init_recipe.materialize_deferred_storage(place)
     assert living.peak == largest < whole / 4
 
 
@@ -237,7 +237,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
         assert place is not None
         sizes = [
             (v.dtype, v.deferred.num_bytes)
-            for s in init_recipe.get_init_recipe(place)
+            for s in init_recipe.get_recorded_init_steps(place)
             for v in s.output_views
             if v is not None
         ]
@@ -249,7 +249,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
 def _values(tensor: Tensor) -> Tensor:
     place = init_recipe.get_deferred_storage(tensor)
     assert place is not None
-    return init_recipe.get_deferred_view(tensor).to_tensor(init_recipe.run_init_recipe(place)).clone()
+    return init_recipe.get_deferred_view(tensor).to_tensor(init_recipe.materialize_deferred_storage(place)).clone()
 
 
 # ---------------------------------------------------------------------------------------- what a policy does to weights

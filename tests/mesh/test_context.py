@@ -32,7 +32,7 @@ def place(context: ParallelContext) -> Place:
 
 
 def grid(sizes: Mapping[str, int | None]) -> Place:
-    return place(ParallelContext.from_world(sizes))
+    return place(ParallelContext.from_default_process_group(sizes))
 
 
 # ------------------------------------------------------------------------------------------------------------- the grid
@@ -72,7 +72,7 @@ def test_missing_axis_size_is_inferred(pool4: WorkerPool, sizes: dict[str, int |
 
 def sums() -> dict[str, float]:
     """Return the sum of the global ranks over each axis, and over both together."""
-    context = ParallelContext.from_world({"tensor": 2, "data": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "data": 2})
     axes = {
         **context.axes,
         "both": context.flatten("data", "tensor"),
@@ -95,7 +95,7 @@ def test_all_reduce_runs_along_the_axis(pool4: WorkerPool) -> None:
 
 
 def words() -> tuple[list[str], bool, bool]:
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     duplicate = copy.deepcopy(context)
     texts = [str(context), str(context.tensor), str(ParallelContext.from_group(context.data)), str(context.device)]
     return texts, duplicate is context, copy.deepcopy(context.tensor) is context.tensor
@@ -320,11 +320,11 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
 
 def axes_of_a_view() -> dict[str, tuple[tuple[int, ...], float]]:
     """Return axis -> (global ranks, their sum over the axis)."""
-    context = ParallelContext.from_world({"tensor": 4}).reshape_axis("tensor", row=2, column=2)
+    context = ParallelContext.from_default_process_group({"tensor": 4}).reshape_axis("tensor", row=2, column=2)
     assert context.mesh is not None and (context.sizes["row"], context.tensor.size) == (2, 4)
     assert context.flatten("row", "column") is context.tensor
     found = {name: context.axis(name) for name in ("row", "column", "tensor")}
-    found["some"] = context.flatten("tensor", only={"tensor": (0, 1, 3)})
+    found["some"] = context.flatten("tensor", only_coords={"tensor": (0, 1, 3)})
     return {n: (a.ranks, float(all_reduce(torch.tensor(float(dist.get_rank())), a))) for n, a in found.items()}
 
 
@@ -358,7 +358,7 @@ def parts_of_a_group() -> tuple[tuple[int, ...], float] | None:
     rank, most = dist.get_rank(), dist.new_group([0, 1, 3])
     if rank == 2:
         return None
-    axis = ParallelContext.from_group(most).flatten("tensor", only={"tensor": (1, 2)})
+    axis = ParallelContext.from_group(most).flatten("tensor", only_coords={"tensor": (1, 2)})
     return axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))
 
 
@@ -369,7 +369,7 @@ def test_flatten_over_some_ranks_of_an_axis(pool4: WorkerPool) -> None:
 def hosts(names: list[str]) -> list[bool | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
-        context = ParallelContext.from_world({"tensor": 2})
+        context = ParallelContext.from_default_process_group({"tensor": 2})
     axes = [context.tensor, context.data, context.pipe, context.flatten("data", "tensor")]
     return [axis.crosses_hosts for axis in axes]
 

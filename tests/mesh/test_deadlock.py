@@ -90,7 +90,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
     limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
     before = {name: getattr(presence, name) for name in limits}
     end, said, lock, has_gone_on = (
-        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in,
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_deadlocked,
         list[str](),
         threading.Lock(),
         list[int](),
@@ -118,7 +118,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
         deadlock_detection.WATCH_AFTER_S = 60.0
 
     try:
-        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in = end_process  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_deadlocked = end_process  # type: ignore[method-assign]
         for name, value in limits.items():
             setattr(presence, name, value)
         if is_slow:
@@ -129,7 +129,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
             go_on()
     finally:
         dist.barrier()
-        deadlock_detection.DeadlockMonitor._exit_if_own_rank_in = end  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._exit_if_own_rank_deadlocked = end  # type: ignore[method-assign]
         for name, value in before.items():
             setattr(presence, name, value)
     return len(said), "".join(said)

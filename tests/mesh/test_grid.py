@@ -87,8 +87,8 @@ def test_view_keeps_coordinates(viewed: tuple[RankGrid, list[str], dict[str, int
 
 def test_groups_over_some_ranks_of_an_axis() -> None:
     grid = RankGrid.from_sizes({"data": 2, "pipe": 3, "tensor": 2})
-    assert grid.get_rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
-    assert grid.get_rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
+    assert grid.get_rank_groups("pipe", only_coords={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
+    assert grid.get_rank_groups("data", "pipe", only_coords={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
 def test_expert_axis_over_data_and_tensor() -> None:

@@ -67,5 +67,5 @@ def test_interface_reaches_first_host(
     """The name of a host may resolve to 127.0.0.1, which other hosts cannot reach."""
     monkeypatch.setattr(init_distributed.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
     monkeypatch.setattr(process_group, "find_network_interface", routes.get)
-    init_distributed._select_network_interface()
+    init_distributed._select_gloo_network_interface()
     assert init_distributed.os.environ.get(INTERFACE) == chosen

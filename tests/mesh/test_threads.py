@@ -18,7 +18,7 @@ from shardformer.comm.collectives import (
 )
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.transport import AnnouncedCollective
+from shardformer.mesh.transport import CollectiveAnnouncement
 from shardformer.pipeline.p2p_communication import PointToPointCommunicator
 
 
@@ -90,7 +90,10 @@ def test_missing_ranks_of_a_call_are_reported() -> None:
     )
     assert (
         calls
-        == [[AnnouncedCollective("0", False), AnnouncedCollective("1", False), AnnouncedCollective("0", False)]] * 3
+        == [
+            [CollectiveAnnouncement("0", False), CollectiveAnnouncement("1", False), CollectiveAnnouncement("0", False)]
+        ]
+        * 3
     )
 
 

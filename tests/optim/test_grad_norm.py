@@ -23,7 +23,7 @@ from tests.pools import WorkerPools
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     plain = SmallModelFactory(family)().double().train()
     model = shard_model(deepcopy(plain), context=context)
     batch = RandomBatchFactory(SmallModelFactory(family).head_class)(0)

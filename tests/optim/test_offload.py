@@ -154,12 +154,12 @@ def test_master_weights_states_and_gradients_are_on_the_host() -> None:
 def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the backward pass most gradients were copied; without overlap none."""
     from shardformer.gradients.reducer import GradientReducer
-    from shardformer.zero.flat_shards import FlatShard
+    from shardformer.zero.flat_shards import FlatParamShard
 
     order: list[str] = []
-    receive, end = FlatShard.accumulate_reduced_grads, GradientReducer._on_backward_end
+    receive, end = FlatParamShard.accumulate_reduced_grads, GradientReducer._on_backward_end
     monkeypatch.setattr(
-        FlatShard, "accumulate_reduced_grads", lambda self, *a: (order.append("down"), receive(self, *a))[1]
+        FlatParamShard, "accumulate_reduced_grads", lambda self, *a: (order.append("down"), receive(self, *a))[1]
     )
     monkeypatch.setattr(GradientReducer, "_on_backward_end", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]

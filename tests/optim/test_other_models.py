@@ -23,7 +23,7 @@ from shardformer.consistency.rank_divergence import get_metadata_of_trained_mode
 from shardformer.layout.sharding_metadata import (
     ShardingMetadata,
     get_local_metadata,
-    get_metadata,
+    get_sharding_metadata,
     group_params_by_metadata,
 )
 from shardformer.local_ranks.threads import run_as_threads
@@ -192,18 +192,23 @@ def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
 
     def find(context: ParallelContext) -> None:
         one, two, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(3))
-        get_metadata(other).entries = Untouchable()
+        get_sharding_metadata(other).entries = Untouchable()
         params = [*two.parameters(), *one.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
         for _ in range(2):  # the second search uses the cache
-            assert list(get_metadata_of_trained_models(optimizer)) == [get_metadata(one), get_metadata(two)]
-        assert list(get_metadata_of_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [get_metadata(one)]
+            assert list(get_metadata_of_trained_models(optimizer)) == [
+                get_sharding_metadata(one),
+                get_sharding_metadata(two),
+            ]
+        assert list(get_metadata_of_trained_models(torch.optim.SGD(one.parameters(), lr=0.1))) == [
+            get_sharding_metadata(one)
+        ]
         backward(one)
         optimizer.step()
         optimizer.zero_grad()
         assert [
             state.monitor.steps
-            for state in (get_metadata(one), get_metadata(two), get_metadata(other))
+            for state in (get_sharding_metadata(one), get_sharding_metadata(two), get_sharding_metadata(other))
             if state.monitor
         ] == [
             1,
@@ -219,7 +224,7 @@ def test_zero_optimizer_belongs_to_its_model() -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
             optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
-            assert list(get_metadata_of_trained_models(optimizer)) == [get_metadata(model)]
+            assert list(get_metadata_of_trained_models(optimizer)) == [get_sharding_metadata(model)]
 
     run_as_threads(find, data=2)
 
@@ -248,7 +253,7 @@ def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
 
 def table(model: nn.Module) -> ShardingMetadata:
     """Return the metadata of a model with one process."""
-    return get_metadata(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.from_sizes({})))
+    return get_sharding_metadata(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.from_sizes({})))
 
 
 def test_parameter_has_the_metadata_of_all_its_models() -> None:
@@ -260,7 +265,7 @@ def test_parameter_has_the_metadata_of_all_its_models() -> None:
     some = list(other.parameters())[:2]
     assert [e.param for e in group_params_by_metadata(some)[second]] == some
     reference = copy.deepcopy(one)
-    assert list(group_params_by_metadata(reference.parameters())) == [get_metadata(reference)]
+    assert list(group_params_by_metadata(reference.parameters())) == [get_sharding_metadata(reference)]
 
 
 def test_metadata_is_released_with_its_model() -> None:
@@ -282,7 +287,7 @@ def test_thread_ranks_have_their_own_models() -> None:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
         broadcast_object(None, context.tensor, 0)
         mine = [state for state in get_local_metadata() if state.context.world is context.world]
-        return len(get_local_metadata()) - len(mine), [state is get_metadata(model) for state in mine]
+        return len(get_local_metadata()) - len(mine), [state is get_sharding_metadata(model) for state in mine]
 
     before = len(get_local_metadata())
     assert run_as_threads(count, tensor=2) == [(before, [True])] * 2

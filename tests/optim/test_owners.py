@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
@@ -159,7 +159,7 @@ def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
             job.loss(model, 0, 0, context.data.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-        cut = [prod(e.spec.shape) for e in get_metadata(model).entries if e.spec.is_sharded]
+        cut = [prod(e.spec.shape) for e in get_sharding_metadata(model).entries if e.spec.is_sharded]
         counted = {p: recorder.wire_bytes("all_to_all", purpose=p) for p in ("gradients", "parameters")}
         return counted, 8 * sum(cut)
 

@@ -219,7 +219,7 @@ def test_pipeline_scales_the_loss_only_for_the_backward_pass() -> None:
         assert ours.skipped == 0
         return found
 
-    for found in run_as_threads(train, pipe=2, in_turn=True):
+    for found in run_as_threads(train, pipe=2, one_at_a_time=True):
         assert found == pytest.approx(losses, rel=5e-3)
     assert abs(losses[2] - losses[0]) > 0.02
 

@@ -219,7 +219,7 @@ def test_one_rank_and_three(ranks: int) -> None:
 
 def in_a_process() -> Weights:
     stage3_parameters.SMALL_GROUP_NUMEL = 0
-    context = ParallelContext.from_world({"data": 2})
+    context = ParallelContext.from_default_process_group({"data": 2})
     return weights_over(Case("two", left_out=drops), context, stack("two"))
 
 

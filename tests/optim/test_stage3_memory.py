@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def chunks(size: int = 4000) -> GatherBufferPool:
     made = GatherBufferPool()
-    made.set_buffer_size([size, size, 100, size // 2])
+    made.choose_buffer_size([size, size, 100, size // 2])
     return made
 
 

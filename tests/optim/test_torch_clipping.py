@@ -116,7 +116,9 @@ def _clip_stages() -> tuple[float, float]:
     """Measure the norm of all gradients, then that of the last norm layer, which the first stage does not have."""
     torch.manual_seed(0)
     plain = SmallModelFactory("llama")().double().train()
-    model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
+    model = shardformer.shard_model(
+        copy.deepcopy(plain), context=ParallelContext.from_default_process_group({"pipe": 2})
+    )
     batch = RandomBatchFactory(SmallModelFactory("llama").head_class)(0)
     plain(**batch).loss.backward()
     shardformer.Pipeline(model, micro_batches=1).step(batch)

@@ -103,7 +103,7 @@ def test_optimizer_that_is_not_elementwise_warns(name: str, how: str) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_as_threads(do, **{"data" if how == "data" else "tensor": 2}, in_turn=True)
+        run_as_threads(do, **{"data" if how == "data" else "tensor": 2}, one_at_a_time=True)
     said = [str(w.message) for w in caught if "updates shards of parameters" in str(w.message)]
     looks = name not in ("SGD", "AdamW") and how == "tensor"
     assert bool(said) == looks, said

@@ -368,7 +368,7 @@ def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> lis
         given = trained_by(model, context)
         return full_state_dict(model), given
 
-    found = run_as_threads(train, pipe=2, data=2, in_turn=True)
+    found = run_as_threads(train, pipe=2, data=2, one_at_a_time=True)
     for weights, _ in found:
         for name, value in plain.state_dict().items():
             assert float((weights[name] - value).abs().max()) < 1e-8, name
@@ -484,7 +484,7 @@ def test_copied_model_does_not_use_zero() -> None:
 
 
 def in_a_process() -> Weights:
-    context = ParallelContext.from_world({"data": 2})
+    context = ParallelContext.from_default_process_group({"data": 2})
     model = net()
     optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.05), stage=2)
     trained(model, optimizer, [context.rank])
@@ -597,10 +597,10 @@ def own_part(original: Any) -> Any:
 
 @pytest.mark.parametrize("what", ["the counts", "the sum"])
 def test_missing_communication_would_be_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardformer.zero.flat_shards import FlatShard
+    from shardformer.zero.flat_shards import FlatParamShard
 
     owner, name, change = (
-        (FlatShard, "accumulate_reduced_grads", no_counts)
+        (FlatParamShard, "accumulate_reduced_grads", no_counts)
         if what == "the counts"
         else (ReduceScatterToShards, "start_reduction", own_part)
     )

@@ -23,11 +23,11 @@ BATCH_NORM = ("BeitForSemanticSegmentation",)
 @contextmanager
 def weighing(weights: MicroBatchLossScaler, index: int) -> Iterator[None]:
     """Scale the mean losses of micro-batch ``index`` to their share of the full batch."""
-    weights.start_recording(index)
+    weights.start_recording_loss_calls(index)
     try:
         yield
     finally:
-        weights.stop_recording()
+        weights.stop_recording_loss_calls()
 
 
 def model_of(head: str, **changes: Any) -> nn.Module:

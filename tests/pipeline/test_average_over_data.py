@@ -129,7 +129,7 @@ def test_all_ranks_raise_if_one_loss_is_no_sum_of_means() -> None:
 def _over_a_grid() -> tuple[float, float]:
     torch.manual_seed(0)
     plain: nn.Module = SmallModelFactory("gpt2", changes={"n_layer": 4})().double()
-    context = ParallelContext.from_world({"pipe": 2, "data": 2})
+    context = ParallelContext.from_default_process_group({"pipe": 2, "data": 2})
     model = shardformer.shard_model(copy.deepcopy(plain), context=context)
     batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]
     want = plain(**{name: torch.cat([b[name] for b in batches]) for name in batches[0]}).loss

@@ -15,18 +15,18 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import (
     LayerRange,
     LayerSequence,
-    StackDescription,
+    LayerStackDescription,
+    map_tensor_names_to_stages,
     map_tensors_to_layers,
-    map_tensors_to_stages,
 )
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StageForwardState
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 
 def chain_of(sample: SmallModelFactory) -> tuple[nn.Module, LayerSequence]:
     model = sample()
-    policy, _ = resolve_policy(model, None)
+    policy, _ = resolve_policy_and_origin(model, None)
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 1})))
     return model, policy.layer_sequence()
@@ -38,10 +38,10 @@ def home_of(sample: SmallModelFactory) -> dict[str, frozenset[int]]:
 
 def test_layer_calls_are_in_execution_order() -> None:
     _, chain = chain_of(SmallModelFactory("whisper"))
-    assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
+    assert [unit.split(".")[-3] for unit in chain.called_layer_paths] == ["encoder", "encoder", "decoder", "decoder"]
     assert chain.stack_start_indices == (0, 2)
     _, albert = chain_of(SmallModelFactory("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
-    assert [unit[-1] for unit in albert.layer_calls] == list("00011"), (
+    assert [unit[-1] for unit in albert.called_layer_paths] == list("00011"), (
         "groups of the five layers, as the model calls them"
     )
 
@@ -76,7 +76,7 @@ def test_embeddings_belong_to_first_layer_and_head_to_last(family: str, first: l
     model, chain = chain_of(SmallModelFactory(family))
     home = map_tensors_to_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
-    assert {home[name] for name in last} == {frozenset({len(chain.layer_calls) - 1})}
+    assert {home[name] for name in last} == {frozenset({len(chain.called_layer_paths) - 1})}
 
 
 def test_modules_between_stacks_belong_to_adjacent_stack() -> None:
@@ -111,7 +111,7 @@ def test_modules_read_by_all_layers_are_on_every_stage() -> None:
 
 def test_every_parameter_belongs_to_a_stage() -> None:
     model, chain = chain_of(SmallModelFactory("blip-2"))
-    held = map_tensors_to_stages(map_tensors_to_layers(model, chain), chain.get_stage_layer_ranges([0, 1, 5, 6]))
+    held = map_tensor_names_to_stages(map_tensors_to_layers(model, chain), chain.get_stage_layer_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 
@@ -122,7 +122,9 @@ def test_every_parameter_belongs_to_a_stage() -> None:
 def make_stage(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """Prepare the model for the stage that runs ``span``."""
     home, placeholders = map_tensors_to_layers(model, chain), ParameterPlaceholders()
-    placeholders.replace_params(model, {name: any(unit in span for unit in units) for name, units in home.items()})
+    placeholders.replace_nonlocal_params(
+        model, {name: any(unit in span for unit in units) for name, units in home.items()}
+    )
     return StageForward(model, chain, placeholders, home)
 
 
@@ -199,7 +201,7 @@ class LateNorm(nn.Module):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_argument_from_another_stage_raises(before: int) -> None:
-    chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
+    chain = LayerSequence((LayerStackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = make_stage(model, chain, LayerRange(0, 2))
     message = (
@@ -230,7 +232,7 @@ class Twice(nn.Module):
 
 
 def test_layers_that_run_twice_raise() -> None:
-    model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
+    model, chain = Twice(), LayerSequence((LayerStackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="twice in one forward pass"):
         stage.run_stage_forward(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.errors import InputError
 from shardformer.gradient_accumulation import micro_batches as flat
 from shardformer.gradient_accumulation.micro_batches import get_batch_size, split_batch
-from shardformer.training.sample_order import DataRankPosition, IterableDataSource
+from shardformer.training.sample_order import DataParallelPosition, IterableDataSource
 
 IMAGE, VIDEO = 90, 91
 GRID = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])
@@ -119,6 +119,6 @@ def test_tensor_with_unexplained_rows_raises(batch: dict[str, Tensor], words: st
 def test_data_loader_batches_are_split_by_images() -> None:
     batches = [batch_of([[0, 1], [2]])]
     source = IterableDataSource(batches, None)
-    shards = [DataRankPosition(rank, 2) for rank in range(2)]
+    shards = [DataParallelPosition(rank, 2) for rank in range(2)]
     parts = [part for s in shards for _, part in source.iter_batch_shards(0, 0, None, s, 0, False, False)]
     assert [images_in(part) for part in parts] == [[0, 1], [2]]

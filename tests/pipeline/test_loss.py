@@ -13,10 +13,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits_as_full_logits
 from shardformer.verify.small_models import HEAD_CLASSES
 from tests.pipeline.heads import (
     SIZES,
@@ -118,11 +118,11 @@ def test_recording_the_head_only_is_sufficient(head: str, last_layer: str) -> No
     whole = at_once(model, batch)
     parts = cut(batch)
     weights, losses, running = MicroBatchLossScaler(parts, SIZES), [], [0]
-    model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start_recording(running[0]))
+    model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start_recording_loss_calls(running[0]))
     for running[0], part in enumerate(parts):
         assert weights._recorder is None
         loss = own_loss(model, part)
-        weights.stop_recording()
+        weights.stop_recording_loss_calls()
         loss = weights.scale_loss(running[0], loss)
         loss.backward()
         losses.append(loss.detach())
@@ -467,11 +467,11 @@ def test_recording_stops_after_error_and_restarts() -> None:
     with pytest.raises(ZeroDivisionError), weighing(weights, 0):
         run(model, parts[0])
         raise ZeroDivisionError
-    weights.stop_recording()
+    weights.stop_recording_loss_calls()
     assert weights._recorder is None and not _get_current_function_mode_stack()
-    weights.start_recording(0)
-    weights.start_recording(0)
-    weights.stop_recording()
+    weights.start_recording_loss_calls(0)
+    weights.start_recording_loss_calls(0)
+    weights.stop_recording_loss_calls()
     assert not _get_current_function_mode_stack()
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
 
@@ -491,7 +491,7 @@ def test_loss_is_equal_without_gradients() -> None:
 
 def _cut_vocabulary(upcast: bool) -> None:
     """Compare vocabulary-parallel logits with full logits."""
-    axis, bounds = Axis.of(None), get_even_bounds(127, 2)
+    axis, bounds = Axis.of(None), get_even_split_bounds(127, 2)
     generator = torch.Generator().manual_seed(4)
     plain = torch.randn(8, 6, 127, generator=generator, dtype=torch.float64).requires_grad_()
     labels = torch.randint(127, (8, 6), generator=generator)
@@ -503,7 +503,7 @@ def _cut_vocabulary(upcast: bool) -> None:
     parts = cut({"labels": labels})
     weights, total, at = MicroBatchLossScaler(parts, SIZES), 0.0, 0
     for index, size in enumerate(SIZES):
-        logits = wrap_local_logits(local[at : at + size] * 1, axis, bounds)
+        logits = wrap_local_logits_as_full_logits(local[at : at + size] * 1, axis, bounds)
         assert isinstance(logits, VocabParallelLogits)
         at += size
         with weighing(weights, index):

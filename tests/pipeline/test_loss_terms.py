@@ -120,9 +120,9 @@ def test_other_terms_raise_on_all_data_ranks_and_sum_of_means_is_exact() -> None
         with pytest.raises(ConfigError, match="average_loss_over='ranks'"):
             trained(ADDED, context)
 
-    run_as_threads(refused, data=2, in_turn=True)
+    run_as_threads(refused, data=2, one_at_a_time=True)
     expected = alone(EXACT["two means"])
-    for found in run_as_threads(lambda context: trained(EXACT["two means"], context), data=2, in_turn=True):
+    for found in run_as_threads(lambda context: trained(EXACT["two means"], context), data=2, one_at_a_time=True):
         assert_same(found, expected)
 
 
@@ -133,7 +133,7 @@ def test_ranks_average_keeps_loss_of_each_data_rank() -> None:
     torch.optim.SGD(made.parameters(), lr=0.1).step()
     expected = sum(loss.item() for loss in losses) / 2, nn.utils.parameters_to_vector(made.parameters()).detach()
     for found in run_as_threads(
-        lambda context: trained(ADDED, context, average_loss_over="ranks"), data=2, in_turn=True
+        lambda context: trained(ADDED, context, average_loss_over="ranks"), data=2, one_at_a_time=True
     ):
         assert_same(found, expected)
 
@@ -145,7 +145,7 @@ def test_loss_weight_scales_all_terms() -> None:
     def do(context: ParallelContext) -> tuple[float, Tensor]:
         return trained(ADDED, context, micro_batch_size=2, loss_weight=lambda part: len(part["input"]))
 
-    for found in run_as_threads(do, data=2, in_turn=True):
+    for found in run_as_threads(do, data=2, one_at_a_time=True):
         assert_same(found, expected)
 
 
@@ -169,7 +169,7 @@ def test_different_factors_between_data_ranks_raise_on_all(loss_fn: Loss) -> Non
         with pytest.raises(ConfigError, match="different factors on different data ranks"):
             trained(loss_fn, context)
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)
 
 
 def mixtral() -> Any:

@@ -18,8 +18,8 @@ from shardformer.pipeline.schedule_chart import (
 )
 from shardformer.pipeline.schedules import (
     SCHEDULES,
-    Action,
     ActionKind,
+    PipelineAction,
     make_forward_only_schedule,
     make_schedule,
     simulate_schedule,
@@ -134,7 +134,7 @@ def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
 def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-    faces = {get_action_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    faces = {get_action_colors(schedule, PipelineAction(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 

@@ -13,7 +13,7 @@ def parts() -> tuple[nn.Module, ParameterPlaceholders]:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
     placeholders = ParameterPlaceholders()
     held = {name: name.startswith("layer") for name, _ in model.named_parameters()}
-    placeholders.replace_params(model, held)
+    placeholders.replace_nonlocal_params(model, held)
     return model, placeholders
 
 
@@ -46,7 +46,7 @@ def test_module_with_two_names_finds_dtype_by_either() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
     model["again"] = model["table"]
     placeholders = ParameterPlaceholders()
-    placeholders.replace_params(model, {"table.weight": False, "again.weight": False})
+    placeholders.replace_nonlocal_params(model, {"table.weight": False, "again.weight": False})
     placeholders.convert_dtypes(model, {"again.weight": torch.float16})
     assert stands(model, "table.weight").dtype == torch.float16
 

@@ -14,7 +14,7 @@ from shardformer.config import ShardConfig
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedules import Action, ActionKind, make_schedule, simulate_schedule
+from shardformer.pipeline.schedules import ActionKind, PipelineAction, make_schedule, simulate_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
@@ -68,8 +68,8 @@ def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) ->
         assert said.count("An earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
 
 
-def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
-    manager = PipelineStageManager(ParallelContext.from_world({"pipe": 2}), schedule)
+def _trace(schedule: str, micro_batches: int) -> tuple[list[PipelineAction], int, bool]:
+    manager = PipelineStageManager(ParallelContext.from_default_process_group({"pipe": 2}), schedule)
     torch.manual_seed(0)
     model = SmallModelFactory("gpt2", changes={"n_layer": 4})()
     model = shard_model(model, config=ShardConfig(pipeline_stage_manager=manager))

@@ -13,8 +13,8 @@ from shardformer.errors import ConfigError
 from shardformer.pipeline import schedules
 from shardformer.pipeline.schedules import (
     SCHEDULES,
-    Action,
     ActionKind,
+    PipelineAction,
     assign_virtual_stages,
     check_schedule,
     compute_bubble_fraction,
@@ -88,11 +88,11 @@ def test_schedule_matches_picture(name: str, stages: int, micro_batches: int) ->
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gpipe", schedules._build_gpipe.__doc__),
-        ("1f1b", schedules._build_1f1b.__doc__),
-        ("interleaved", schedules._build_interleaved.__doc__),
-        ("interleaved_zb", schedules.split_backward_passes.__doc__),
-        ("zbv", schedules._build_zbv.__doc__),
+        ("gpipe", schedules._build_gpipe_schedule.__doc__),
+        ("1f1b", schedules._build_1f1b_schedule.__doc__),
+        ("interleaved", schedules._build_interleaved_schedule.__doc__),
+        ("interleaved_zb", schedules.split_backwards_into_input_and_weight.__doc__),
+        ("zbv", schedules._build_zero_bubble_v_schedule.__doc__),
     ],
 )
 def test_docstring_picture_matches_schedule(name: str, said: str | None) -> None:
@@ -152,7 +152,7 @@ def test_schedules_are_cached() -> None:
 
 
 def test_action_has_short_text() -> None:
-    assert str(Action(ActionKind.INPUT, stage=2, micro_batch=13)) == "I13@2"
+    assert str(PipelineAction(ActionKind.INPUT, stage=2, micro_batch=13)) == "I13@2"
 
 
 # ----------------------------------------------------------------------------------------------- what each one promises
@@ -292,9 +292,9 @@ def test_in_order_messages_do_not_deadlock(name: str, chunks: int) -> None:
     """Each rank knows its own list, and reads a peer's messages in the peer's order."""
     schedule = make_schedule(name, 4, 8, chunks)
     ranks = range(4)
-    point_to_point = {(a, b): deque[Action]() for a in ranks for b in ranks}
-    sent: dict[tuple[int, int], list[Action]] = {pair: [] for pair in point_to_point}
-    done: list[set[Action]] = [set() for _ in ranks]
+    point_to_point = {(a, b): deque[PipelineAction]() for a in ranks for b in ranks}
+    sent: dict[tuple[int, int], list[PipelineAction]] = {pair: [] for pair in point_to_point}
+    done: list[set[PipelineAction]] = [set() for _ in ranks]
     at, moved = [0] * 4, True
     while moved:
         moved = False

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shardformer.errors import ConfigError
 from shardformer.pipeline.schedules import (
     SCHEDULES,
-    Action,
     ActionKind,
-    Schedule,
+    PipelineAction,
+    PipelineSchedule,
     make_forward_only_schedule,
     make_schedule,
     simulate_schedule,
@@ -24,26 +24,26 @@ from tests.pipeline.schedule_checks import find_problems
 F, B, INPUT, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT
 
 
-def changed(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> Schedule:
+def changed(schedule: PipelineSchedule, rank: int, order: tuple[PipelineAction, ...]) -> PipelineSchedule:
     return replace(schedule, actions=(*schedule.actions[:rank], order, *schedule.actions[rank + 1 :]))
 
 
 def test_missing_action_is_reported() -> None:
     schedule = make_schedule("1f1b", 2, 3)
-    broken = changed(schedule, 0, tuple(a for a in schedule.actions[0] if a != Action(B, 0, 2)))
+    broken = changed(schedule, 0, tuple(a for a in schedule.actions[0] if a != PipelineAction(B, 0, 2)))
     assert find_problems(broken) == ["B2@0 is missing"]
 
 
 def test_duplicate_action_is_reported() -> None:
     schedule = make_schedule("gpipe", 2, 2)
-    broken = changed(schedule, 1, (*schedule.actions[1], Action(B, 1, 1)))
+    broken = changed(schedule, 1, (*schedule.actions[1], PipelineAction(B, 1, 1)))
     assert find_problems(broken) == ["B1@1 occurs 2 times"]
 
 
 def test_action_of_unknown_stage_is_reported() -> None:
     schedule = make_schedule("gpipe", 2, 2)
     assert "F2@0 names an unknown stage or micro-batch" in find_problems(
-        changed(schedule, 0, (*schedule.actions[0], Action(F, 0, 2)))
+        changed(schedule, 0, (*schedule.actions[0], PipelineAction(F, 0, 2)))
     )
 
 
@@ -58,14 +58,14 @@ def test_action_on_wrong_rank_is_reported() -> None:
 @pytest.mark.parametrize(
     ("name", "rank", "one", "other"),
     [
-        ("1f1b", 0, Action(F, 0, 0), Action(B, 0, 0)),  # a backward pass before its forward pass
-        ("interleaved", 0, Action(F, 0, 0), Action(F, 2, 0)),  # a chunk before the one before
-        ("zbv", 1, Action(F, 1, 0), Action(F, 2, 0)),  # the bottom of the V, on one rank
-        ("zbv", 1, Action(INPUT, 2, 0), Action(INPUT, 1, 0)),
-        ("zbv", 0, Action(INPUT, 3, 0), Action(W, 3, 0)),
+        ("1f1b", 0, PipelineAction(F, 0, 0), PipelineAction(B, 0, 0)),  # a backward pass before its forward pass
+        ("interleaved", 0, PipelineAction(F, 0, 0), PipelineAction(F, 2, 0)),  # a chunk before the one before
+        ("zbv", 1, PipelineAction(F, 1, 0), PipelineAction(F, 2, 0)),  # the bottom of the V, on one rank
+        ("zbv", 1, PipelineAction(INPUT, 2, 0), PipelineAction(INPUT, 1, 0)),
+        ("zbv", 0, PipelineAction(INPUT, 3, 0), PipelineAction(W, 3, 0)),
     ],
 )
-def test_impossible_order_is_reported(name: str, rank: int, one: Action, other: Action) -> None:
+def test_impossible_order_is_reported(name: str, rank: int, one: PipelineAction, other: PipelineAction) -> None:
     schedule = make_schedule(name, 2, 2)
     swapped = {one: other, other: one}
     broken = changed(schedule, rank, tuple(swapped.get(a, a) for a in schedule.actions[rank]))
@@ -78,8 +78,8 @@ def test_impossible_order_is_reported(name: str, rank: int, one: Action, other: 
 def test_deadlock_between_ranks_is_reported() -> None:
     """Each list is valid alone: rank 0 runs a backward pass before the forward pass that rank 1 needs."""
     orders = (
-        (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),
-        (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),
+        (PipelineAction(F, 0, 0), PipelineAction(B, 0, 0), PipelineAction(F, 0, 1), PipelineAction(B, 0, 1)),
+        (PipelineAction(F, 1, 0), PipelineAction(F, 1, 1), PipelineAction(B, 1, 0), PipelineAction(B, 1, 1)),
     )
     broken = replace(make_schedule("1f1b", 2, 2), actions=orders)
     assert find_problems(broken) == [
@@ -89,7 +89,7 @@ def test_deadlock_between_ranks_is_reported() -> None:
 
 def test_inconsistent_kinds_are_reported() -> None:
     schedule = make_schedule("1f1b", 1, 1)
-    broken = changed(schedule, 0, (*schedule.actions[0], Action(INPUT, 0, 0), Action(W, 0, 0)))
+    broken = changed(schedule, 0, (*schedule.actions[0], PipelineAction(INPUT, 0, 0), PipelineAction(W, 0, 0)))
     assert find_problems(broken) == ["its actions are B, F, I, W instead of F; F and B; or F, I and W"]
 
 
@@ -132,8 +132,8 @@ def test_local_results_have_no_send_time() -> None:
         for row in simulate_schedule(make_schedule("zbv", 2, 1), send_duration=5).spans
         for span in row
     }
-    assert of_v[Action(F, 2, 0)].start == of_v[Action(F, 1, 0)].end
-    assert of_v[Action(F, 3, 0)].start == of_v[Action(F, 2, 0)].end + 5
+    assert of_v[PipelineAction(F, 2, 0)].start == of_v[PipelineAction(F, 1, 0)].end
+    assert of_v[PipelineAction(F, 3, 0)].start == of_v[PipelineAction(F, 2, 0)].end + 5
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))

@@ -32,8 +32,8 @@ from shardformer.policies.module_descriptions import ModulePolicyDescription, Su
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
-from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import find_referenced_param_ids
+from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy_and_origin, shard_model
+from shardformer.sharding.checks import find_externally_referenced_param_ids
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
@@ -347,14 +347,14 @@ def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monke
 
 def test_parameter_referenced_elsewhere_is_detected() -> None:
     model = ToyLM(tied=True)
-    assert find_referenced_param_ids(model) == set()
+    assert find_externally_referenced_param_ids(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert find_referenced_param_ids(model) == {id(p) for p in kept}
+    assert find_externally_referenced_param_ids(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert find_referenced_param_ids(model) == {id(p) for p in model.layers.parameters()}
+    assert find_externally_referenced_param_ids(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert find_referenced_param_ids(model) == set()
+    assert find_externally_referenced_param_ids(model) == set()
 
 
 def test_parameters_added_after_sharding_are_refused() -> None:
@@ -648,5 +648,5 @@ def test_registered_policy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shardformer.register_policy("toy", Mine)
     model = ToyLM()
     model.config = type("Config", (), {"model_type": "toy"})()
-    policy, source = resolve_policy(model, None)
+    policy, source = resolve_policy_and_origin(model, None)
     assert isinstance(policy, Mine) and "registered by the user for 'toy'" in source

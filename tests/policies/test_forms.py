@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.pipeline.layer_sequence import LayerStackDescription
 from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModulePolicyDescription,
@@ -218,8 +218,8 @@ class MyBertInBlocks(MyBert):
         ]
         return out
 
-    def stacks(self) -> list[StackDescription]:
-        return [StackDescription("bert.encoder.layer")]
+    def stacks(self) -> list[LayerStackDescription]:
+        return [LayerStackDescription("bert.encoder.layer")]
 
 
 def test_block_merges_three_collectives(pool2: WorkerPool) -> None:

@@ -19,12 +19,12 @@ from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    check_field_types,
+    check_dataclass_field_types,
     check_value_type,
     format_type_hint,
     get_cached_type_hints,
 )
-from shardformer.policies.policy import Policy, get_registered_policy
+from shardformer.policies.policy import Policy, get_registered_policy_and_origin
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
@@ -164,7 +164,7 @@ def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], w
 def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """The descriptions of the package are not checked when a model is sharded."""
     model = SmallModelFactory(family)()
-    known = get_registered_policy(model)
+    known = get_registered_policy_and_origin(model)
     assert known is not None
     policy: Any = known[0]
     policy.set_model(model)
@@ -175,7 +175,7 @@ def test_shipped_descriptions_have_valid_types(family: str) -> None:
     assert descriptions
     for key, description in descriptions.items():
         check_value_type(family, "key", key, ModuleKey)
-        check_field_types(description)
+        check_dataclass_field_types(description)
 
 
 def test_changed_instance_of_a_shipped_policy_is_checked() -> None:

@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies import policy as policies
 from shardformer.policies.policy import FAMILIES
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from tests.policies.toy import HEADS, ScaledToyLM, ToyLM, ToyPolicy
 
 HIDDEN, VOCAB = 24, 97
@@ -57,19 +57,19 @@ class Named(nn.Module):
 
 def test_user_policy_has_precedence_as_class_or_instance() -> None:
     for given in (ToyPolicy, ToyPolicy()):
-        policy, source = resolve_policy(Named("bert"), given)
+        policy, source = resolve_policy_and_origin(Named("bert"), given)
         assert isinstance(policy, ToyPolicy) and source == "the user's policy ToyPolicy"
 
 
 def test_registered_family_of_the_config_is_used() -> None:
-    policy, source = resolve_policy(Named("t5"), None)
+    policy, source = resolve_policy_and_origin(Named("t5"), None)
     assert type(policy).__name__ == "T5Policy" and source == "the registered family 't5'"
 
 
 def test_user_registration_replaces_the_built_in_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_REGISTERED", {})
     policies.register_policy("t5", ToyPolicy)
-    policy, source = resolve_policy(Named("t5"), None)
+    policy, source = resolve_policy_and_origin(Named("t5"), None)
     assert isinstance(policy, ToyPolicy) and source == "the policy registered by the user for 't5'"
 
 
@@ -88,7 +88,7 @@ TO_WRITE = (*FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md")
 )
 def test_unknown_family_error_shows_how_to_write_a_policy(model: nn.Module, words: tuple[str, ...]) -> None:
     with pytest.raises(PolicyError) as caught:
-        resolve_policy(model, None)
+        resolve_policy_and_origin(model, None)
     text = str(caught.value)
     assert [word for word in words if word not in text] == []
 
@@ -96,7 +96,7 @@ def test_unknown_family_error_shows_how_to_write_a_policy(model: nn.Module, word
 @pytest.mark.parametrize("wrong", ["bert", int, nn.Linear, {"stack": "layers"}, ToyLM])
 def test_invalid_policy_is_refused(wrong: Any) -> None:
     with pytest.raises(PolicyError, match=r"must be an instance or subclass of shardformer\.policies\.Policy"):
-        resolve_policy(ToyLM(), wrong)
+        resolve_policy_and_origin(ToyLM(), wrong)
 
 
 # --------------------------------------------------------------------------------------------------------- the example

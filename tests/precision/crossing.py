@@ -31,7 +31,7 @@ from shardformer.verify.small_models import compute_model_loss, count_samples, i
 from shardformer.verify.train_both import (
     ForceFp64Mode,
     PrecomputedOutputModule,
-    _gather_full_tensors,
+    _gather_full_tensors_from_all_stages,
     _get_full_gradient,
 )
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
@@ -158,7 +158,7 @@ class Reference:
                 model, parallel, reshape_tensor_axis(reshape_sequence_axis(context, parallel.sequence), parallel.tensor)
             )
 
-        return run_as_threads(run, **axes, in_turn=True)
+        return run_as_threads(run, **axes, one_at_a_time=True)
 
 
 @dataclass
@@ -229,7 +229,7 @@ class _Rank:
         if not is_mean:
             mean = all_reduce(mean, self.context.data) / self.context.data.size
         own = {n: _get_full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
-        whole = _gather_full_tensors(model, self.context, own)
+        whole = _gather_full_tensors_from_all_stages(model, self.context, own)
         return Found(float(mean), {n: g.detach().double() / scale for n, g in whole.items() if g is not None})
 
 

@@ -18,7 +18,7 @@ from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
-from shardformer.verify.train_both import _gather_full_tensors
+from shardformer.verify.train_both import _gather_full_tensors_from_all_stages
 from tests.precision.crossing import floats_in
 from tests.verify.deep import deep
 from tests.verify.variants import VARIANTS
@@ -97,12 +97,12 @@ def test_conversion_after_sharding_is_bitwise_exact(family: str, conversion: str
         with autocast(dtype):
             found = Pipeline(ours, 1).step(batch)
         assert found == loss.detach().float()
-        grads = _gather_full_tensors(ours, context, {n: p.grad for n, p in ours.named_parameters()})
+        grads = _gather_full_tensors_from_all_stages(ours, context, {n: p.grad for n, p in ours.named_parameters()})
         assert grads.keys() == want.keys()
         wrong = [n for n, g in want.items() if not _same(grads[n], g)]
         assert family in SUMS_OVER_LAYERS or not wrong
 
-    run_as_threads(train, pipe=2, in_turn=True)
+    run_as_threads(train, pipe=2, one_at_a_time=True)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -141,7 +141,7 @@ def test_model_may_change_between_steps() -> None:
         assert losses(ours, lambda: pipeline.step(batch)) == want[0]
         assert losses(ours, lambda: pipeline.evaluate(batch)) == want[1]
 
-    run_as_threads(train, pipe=2, in_turn=True)
+    run_as_threads(train, pipe=2, one_at_a_time=True)
 
 
 def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
@@ -159,7 +159,7 @@ def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
         ):
             Pipeline(ours, 2).step(batch)
 
-    run_as_threads(train, pipe=2, in_turn=True)
+    run_as_threads(train, pipe=2, one_at_a_time=True)
 
 
 def test_different_autocast_settings_raise_on_all_stages() -> None:
@@ -175,7 +175,7 @@ def test_different_autocast_settings_raise_on_all_stages() -> None:
         ):
             pipeline.step(batch)
 
-    run_as_threads(train, pipe=2, in_turn=True)
+    run_as_threads(train, pipe=2, one_at_a_time=True)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -199,7 +199,7 @@ def test_backward_pass_runs_outside_autocast(schedule: str) -> None:
             in_16_bits = torch.equal(p.grad, p.grad.bfloat16().float())
             assert not (".mlp." in name and in_16_bits), name
 
-    run_as_threads(train, pipe=2, in_turn=True)
+    run_as_threads(train, pipe=2, one_at_a_time=True)
 
 
 def in_fp32(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.consistency import rank_divergence as watches
-from shardformer.consistency.rank_divergence import BITS, ConsistencyMonitor
+from shardformer.consistency.rank_divergence import BITS, RankConsistencyMonitor
 from shardformer.errors import InputError
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -99,7 +99,7 @@ def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int =
                 return str(error)
         return ""
 
-    return run_as_threads(do, **sizes, in_turn=True)
+    return run_as_threads(do, **sizes, one_at_a_time=True)
 
 
 @pytest.mark.reduced(at_most=2)
@@ -176,7 +176,7 @@ def test_engine_may_use_optimizers_with_different_options_per_stage() -> None:
             engine.step()
         return engine.steps
 
-    assert run_as_threads(do, pipe=2, in_turn=True) == [3, 3]
+    assert run_as_threads(do, pipe=2, one_at_a_time=True) == [3, 3]
 
 
 @pytest.mark.reduced(at_most=1)
@@ -189,7 +189,7 @@ def test_consistent_ranks_raise_nothing(sizes: dict[str, int]) -> None:
 
 @torch.no_grad()
 def rounded(run: Run) -> None:
-    for entry in get_metadata(run.model).entries:
+    for entry in get_sharding_metadata(run.model).entries:
         if not entry.spec.axes:
             entry.param.mul_(1 + 2e-7)
 
@@ -232,7 +232,7 @@ def test_different_batches_in_evaluation_are_detected(sizes: dict[str, int]) -> 
 
 def sampled() -> list[int]:
     """Generate a text on each rank with its own random seed."""
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     torch.manual_seed(0)
     model: Any = shardformer.shard_model(SmallModelFactory("llama")(), context=context).eval()
     torch.manual_seed(context.rank)
@@ -328,7 +328,7 @@ def test_copied_model_has_its_own_monitor() -> None:
         run.step(run.batch(0))
         duplicate = copy.deepcopy(run.model)
         state = duplicate.__dict__["_shardformer"]
-        assert isinstance(state.monitor, ConsistencyMonitor)
+        assert isinstance(state.monitor, RankConsistencyMonitor)
         assert state.monitor.state is state
         assert state.monitor.steps == 0
         for step in range(2):

@@ -101,7 +101,7 @@ def test_losses_equal_one_process(make: Callable[[Any], Optimizers]) -> None:
         return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
 
     expected = alone(make)
-    for found in run_as_threads(do, pipe=2, in_turn=True):
+    for found in run_as_threads(do, pipe=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_zero_optimizers_are_monitored(zero: int) -> None:
         return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
 
     expected = alone(head_alone)
-    for found in run_as_threads(do, pipe=2, in_turn=True):
+    for found in run_as_threads(do, pipe=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -147,7 +147,7 @@ def test_a_stage_may_be_frozen_and_trained_again() -> None:
         return train(model, lambda _, number: float(pipeline.step({"input_ids": ids(number), "labels": ids(number)})))
 
     expected = train(llama(), step_alone)
-    for found in run_as_threads(do, pipe=2, in_turn=True):
+    for found in run_as_threads(do, pipe=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_stages_may_use_optimizer_classes_that_step_rarely() -> None:
             own.step(step, steps=own.stage == 0 or step % 2 == 0)
         return own.stage
 
-    assert run_as_threads(do, pipe=2, in_turn=True) == [0, 1]
+    assert run_as_threads(do, pipe=2, one_at_a_time=True) == [0, 1]
 
 
 def test_skipped_step_of_one_stage_is_detected() -> None:
@@ -188,7 +188,9 @@ def test_skipped_step_of_one_stage_is_detected() -> None:
             return str(error)
         return ""
 
-    assert all("different numbers of optimizer steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
+    assert all(
+        "different numbers of optimizer steps" in said for said in run_as_threads(do, pipe=2, one_at_a_time=True)
+    )
 
 
 def test_evaluation_between_two_steps_is_not_counted() -> None:
@@ -200,5 +202,5 @@ def test_evaluation_between_two_steps_is_not_counted() -> None:
                 own.pipeline.evaluate({"input_ids": ids(step), "labels": ids(step)})
         return found
 
-    first, second = run_as_threads(do, pipe=2, in_turn=True)
+    first, second = run_as_threads(do, pipe=2, one_at_a_time=True)
     assert first == second == pytest.approx(copy.copy(first))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from shardformer.train_command.config_schema import TrainConfig, parse_config
+from shardformer.train_command.config_schema import TrainConfig, parse_train_config
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
@@ -85,4 +85,4 @@ def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> Train
     }
     if "optimizer" in tables:
         values["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
-    return parse_config(values, "run.toml")
+    return parse_train_config(values, "run.toml")

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.config_schema import TrainConfig
-from shardformer.train_command.run import build_trainer, run_training
+from shardformer.train_command.run import build_trainer_and_data, run_training
 from shardformer.train_command.trained_model import find_saved_model
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def test_the_weights_of_the_best_step_are_exported(parallel: dict[str, Any], poo
 
 def stop_after(made: TrainConfig, steps: int) -> None:
     """Train the first steps of a longer run."""
-    trainer, data = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
+    trainer, data = build_trainer_and_data(made, made.layout, ParallelContext.from_sizes({}))
     trainer.fit(steps=steps, validation=data.validation_dataset, validate_every=EVERY)
     del trainer
     gc.collect()  # releases the lock of the folder

@@ -16,8 +16,8 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.datasets import pack_documents
 from shardformer.train_command.dry_run import make_dry_run_report
-from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import build_trainer, run_training
+from shardformer.train_command.load_data import load_training_data
+from shardformer.train_command.run import build_trainer_and_data, run_training
 from tests.runs.files import config, save_word_tokenizer, write_rows, write_text
 from tests.runs.test_run import losses_of
 
@@ -56,7 +56,7 @@ def trained_text(sample: dict[str, Tensor]) -> str:
 
 def first_sample(folder: Path, row: dict[str, Any], **data: Any) -> dict[str, Tensor]:
     rows = write_rows(folder, [row, row])
-    sample: dict[str, Tensor] = load_data(
+    sample: dict[str, Tensor] = load_training_data(
         config(folder, "gpt2", {"train": rows, "sequence_length": 400, **data})
     ).train_dataset[0]
     return sample
@@ -108,7 +108,7 @@ def test_rows_without_an_answer_are_counted_in_all_sources(tmp_path: Path) -> No
     short, long = conversations(2), [{"messages": [{**CHAT[1], "content": "q" * 200}, CHAT[2]]}]
     train = [write_rows(tmp_path, short + long, "a.jsonl"), write_rows(tmp_path, short, "b.jsonl")]
     data = {"train": train, "weights": [1, 1], "validation": write_rows(tmp_path, short + 2 * long, "c.jsonl")}
-    found = load_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
+    found = load_training_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
     assert (
         "3 of 9 rows were skipped, because they have no answer in their first 90 tokens" in found.skipped_rows_message
     )
@@ -230,8 +230,8 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(kind: str, tmp
     small = {"n_embd": 16, "n_layer": 2, "n_head": 2, **changes} if kind == "gpt2" else LLAMA
     model = {"name": kind, "config": small}
     packed = config(tmp_path, "gpt2", {**data, "packing": True}, model=model)
-    trainer, found = build_trainer(packed, packed.layout, ParallelContext.from_sizes({}))
-    plain = load_data(config(tmp_path, "gpt2", data, model=model))
+    trainer, found = build_trainer_and_data(packed, packed.layout, ParallelContext.from_sizes({}))
+    plain = load_training_data(config(tmp_path, "gpt2", data, model=model))
     assert len(found.train_dataset) < len(plain.train_dataset) == 12
     rows = found.collate_fn([found.train_dataset[index] for index in range(len(found.train_dataset))])
     loss, gradients = loss_and_gradients(trainer, rows)
@@ -280,7 +280,7 @@ def test_a_model_that_mixes_packed_documents_raises(tmp_path: Path) -> None:
 
 def test_packed_texts_are_split_and_end_with_an_end_token(tmp_path: Path) -> None:
     rows = write_rows(tmp_path, [{"text": "a" * 20}, {"text": "bcd"}, {"text": "e"}])
-    found = load_data(config(tmp_path, "gpt2", {"train": rows, "packing": True}))
+    found = load_training_data(config(tmp_path, "gpt2", {"train": rows, "packing": True}))
     packed = [found.train_dataset[index] for index in range(len(found.train_dataset))]
     texts = [row["input_ids"].tolist() for row in packed]
     assert texts == [[*b"a" * 16], [*b"aaaa", 256, *b"bcd", 256, *b"e", 256]]

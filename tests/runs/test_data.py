@@ -14,14 +14,14 @@ from PIL import Image
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.datasets import PaddingCollator
-from shardformer.train_command.load_data import load_data
+from shardformer.train_command.load_data import load_training_data
 from shardformer.train_command.read_rows import infer_data_format
 from shardformer.train_command.tokenizer import MASK, PAD_TOKEN
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 
 def test_text_is_split_into_blocks_of_bytes(tmp_path: Path) -> None:
-    found = load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
+    found = load_training_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
     assert len(found.train_dataset) == len(WORDS) * 20 // 16
     assert bytes(found.train_dataset[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
     assert torch.equal(found.train_dataset[1]["labels"], found.train_dataset[1]["input_ids"])
@@ -29,13 +29,13 @@ def test_text_is_split_into_blocks_of_bytes(tmp_path: Path) -> None:
 
 def test_texts_of_several_files_are_separated_by_an_end_token(tmp_path: Path) -> None:
     names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
-    found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence_length": len(WORDS) + 1}))
+    found = load_training_data(config(tmp_path, "gpt2", {"train": names, "sequence_length": len(WORDS) + 1}))
     assert found.train_dataset[0]["input_ids"][-1] == PAD_TOKEN
 
 
 def test_json_rows_may_contain_texts(tmp_path: Path) -> None:
     rows = [{"words": "abc"}, {"words": "defg"}]
-    found = load_data(
+    found = load_training_data(
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence_length": 8})
     )
     assert found.train_dataset[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
@@ -43,7 +43,7 @@ def test_json_rows_may_contain_texts(tmp_path: Path) -> None:
 
 def test_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence_length": 200}, model={"task": "masked"})
-    found = load_data(made).train_dataset
+    found = load_training_data(made).train_dataset
     torch.manual_seed(0)
     first, again = found[0], found[0]
     chosen = first["labels"] != IGNORED
@@ -58,14 +58,14 @@ def test_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
 
 def test_the_second_half_of_a_block_is_the_target(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
-    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train_dataset[0]
+    found = load_training_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train_dataset[0]
     assert bytes(found["input_ids"].tolist()) == WORDS[:8].encode()
     assert bytes(found["labels"].tolist()) == WORDS[8:16].encode()
 
 
 def test_rows_may_contain_a_source_and_a_target(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "target": "other"}
-    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
+    found = load_training_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
     batch = found.collate_fn([found.train_dataset[0], found.train_dataset[11]])  # type: ignore[misc]
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "input_ids": (2, 16), "labels": (2, 9), "attention_mask": (2, 16),
@@ -75,7 +75,7 @@ def test_rows_may_contain_a_source_and_a_target(tmp_path: Path) -> None:
 
 def test_texts_have_classes(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "pair": "other"}
-    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_training_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert found.classes == ["bad", "good"]
     assert [found.train_dataset[i]["labels"] for i in range(3)] == [0, 1, 0]
     assert bytes(found.train_dataset[0]["input_ids"][:-1]) == b"sentence 0 \0rep"
@@ -85,13 +85,13 @@ def test_texts_have_classes(tmp_path: Path) -> None:
 def test_validation_data_without_some_class_uses_the_training_indices(tmp_path: Path) -> None:
     good = [row for row in labelled() if row["label"] == "good"]
     data = {"train": write_rows(tmp_path, labelled()), "validation": write_rows(tmp_path, good, "good.jsonl")}
-    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_training_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert {found.validation_dataset[i]["labels"] for i in range(len(good))} == {1}
 
 
 def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
-    found = load_data(made, 32)
+    found = load_training_data(made, 32)
     assert found.classes == ["cat", "dog"]
     assert found.train_dataset[0]["pixel_values"].shape == (3, 32, 32)
     assert -1 <= found.train_dataset[0]["pixel_values"].min() < found.train_dataset[0]["pixel_values"].max() <= 1
@@ -104,10 +104,10 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(labelled())
     datasets.DatasetDict({"train": whole, "test": whole.select(range(4))}).save_to_disk(str(tmp_path / "saved"))
     data = {"train": str(tmp_path / "saved"), "format": "datasets", "validation_split": "test"}
-    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_training_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert (len(found.train_dataset), len(found.validation_dataset)) == (12, 4)
     with pytest.raises(ConfigError, match=r"cannot be loaded"):
-        load_data(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
+        load_training_data(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_invalid_data_raises(
     (tmp_path / "latin.txt").write_bytes("dé ".encode("latin-1") * 20)
     write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
     with pytest.raises(ShardFormerError, match=words):
-        load_data(config(tmp_path, "gpt2", changes, model={"task": task}))
+        load_training_data(config(tmp_path, "gpt2", changes, model={"task": task}))
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "crlf", "mark"])
@@ -178,7 +178,7 @@ def test_texts_may_contain_any_json_character(form: str, tmp_path: Path) -> None
     rows = [json.dumps({"text": word}, ensure_ascii=False) for word in words]
     whole = {"list": f" [{', '.join(rows)}]", "crlf": "\r\n".join(rows)}.get(form, "\n".join(rows))
     (tmp_path / "rows.jsonl").write_bytes(whole.encode("utf-8-sig" if form == "mark" else "utf-8"))
-    found = load_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence_length": 2}))
+    found = load_training_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence_length": 2}))
     expected = [*"\0".join(words).encode()]
     tokens = [int(token) for i in range(len(found.train_dataset)) for token in found.train_dataset[i]["input_ids"]]
     assert tokens == [PAD_TOKEN if byte == 0 else byte for byte in expected][: len(tokens)]
@@ -187,7 +187,7 @@ def test_texts_may_contain_any_json_character(form: str, tmp_path: Path) -> None
 
 def test_an_exported_image_processor_equals_the_training_transform(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
-    found = load_data(made, 32)
+    found = load_training_data(made, 32)
     found.processor.save_pretrained(tmp_path)
     kind = json.loads((tmp_path / "preprocessor_config.json").read_text(encoding="utf-8"))["image_processor_type"]
     processor = getattr(transformers, kind).from_pretrained(tmp_path)  # AutoImageProcessor may need torchvision
@@ -199,12 +199,12 @@ def test_an_exported_image_processor_equals_the_training_transform(tmp_path: Pat
 def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     files = sorted(Path(write_images(tmp_path)).glob("*/*"))
     rows = write_rows(tmp_path, [{"image": str(file), "label": file.parent.name} for file in files])
-    found = load_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
+    found = load_training_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
     assert found.classes == ["cat", "dog"]
     assert found.train_dataset[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": kind} for kind in ("cat", "dog")], "wrong.jsonl")
     with pytest.raises(InputError, match=r"Each image must be .*, but got 3"):
-        load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
+        load_training_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 
 def test_the_format_of_mixed_names_cannot_be_inferred(tmp_path: Path) -> None:
@@ -216,4 +216,6 @@ def test_the_format_of_mixed_names_cannot_be_inferred(tmp_path: Path) -> None:
 def test_labels_of_mixed_types_raise(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": "one"}]
     with pytest.raises(InputError, match=r"int, str"):
-        load_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"}))
+        load_training_data(
+            config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"})
+        )

@@ -18,8 +18,8 @@ from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.datasets import MixedDataset
 from shardformer.train_command.dry_run import make_dry_run_report
-from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import build_trainer, run_training
+from shardformer.train_command.load_data import load_training_data
+from shardformer.train_command.run import build_trainer_and_data, run_training
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.runs.test_run import losses_of
 
@@ -50,8 +50,8 @@ def test_tables_equal_json_lines(name: str, tmp_path: Path) -> None:
         frame.to_parquet(tmp_path / name)
     else:
         frame.to_csv(tmp_path / name, index=False, sep="\t" if name.endswith("tsv") else ",")
-    found = load_data(classified(tmp_path, {"train": str(tmp_path / name)}))
-    expected = load_data(classified(tmp_path, {"train": write_rows(tmp_path, labelled())}))
+    found = load_training_data(classified(tmp_path, {"train": str(tmp_path / name)}))
+    expected = load_training_data(classified(tmp_path, {"train": write_rows(tmp_path, labelled())}))
     assert found.classes == expected.classes == ["bad", "good"]
     for index in range(len(expected.train_dataset)):
         assert found.train_dataset[index] == expected.train_dataset[index]
@@ -63,7 +63,7 @@ def test_the_delimiter_reaches_the_reader_of_a_stream(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("text;other\n" + "word word word;x\n" * 9, encoding="utf-8")
     data = {"train": str(file), "delimiter": ";", "streaming": True}
-    (sample,) = load_data(config(tmp_path, "gpt2", data)).get_first_samples(1)
+    (sample,) = load_training_data(config(tmp_path, "gpt2", data)).get_first_samples(1)
     assert bytes(sample["input_ids"][:14].tolist()) == b"word word word"
     gc.collect()  # closes the file
 
@@ -72,7 +72,7 @@ def test_options_reach_the_library(tmp_path: Path) -> None:
     pandas.DataFrame(labelled()).to_parquet(tmp_path / "rows.parquet")
     data = {"train": str(tmp_path / "rows.parquet"), "options": {"columns": ["text"]}}
     with pytest.raises(InputError, match=r"no field 'label'"):
-        load_data(classified(tmp_path, data))
+        load_training_data(classified(tmp_path, data))
     with pytest.raises(ConfigError, match=r"data.options = .* has no effect"):
         classified(tmp_path, {"train": write_text(tmp_path), "options": {"columns": ["text"]}})
 
@@ -81,17 +81,17 @@ def test_options_reach_the_library(tmp_path: Path) -> None:
 def test_a_fraction_of_the_rows_is_used_for_validation(task: str, tmp_path: Path) -> None:
     rows = labelled(10) if task == "classification" else scored(10)
     data = {"train": write_rows(tmp_path, rows), "validation_fraction": 0.3}
-    found = load_data(classified(tmp_path, data, task))
+    found = load_training_data(classified(tmp_path, data, task))
     train, validation = set(found.train_dataset.texts), set(found.validation_dataset.texts)
     assert (len(train), len(validation)) == (7, 3)
     assert train | validation == {row["text"] for row in rows}
-    other = load_data(classified(tmp_path, data, task, seed=1))
+    other = load_training_data(classified(tmp_path, data, task, seed=1))
     assert set(other.validation_dataset.texts) != validation
 
 
 def test_the_end_of_a_text_is_used_for_validation(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "validation_fraction": 0.25}
-    found = load_data(config(tmp_path, "gpt2", data))
+    found = load_training_data(config(tmp_path, "gpt2", data))
     tokens = torch.cat([found.train_dataset.token_ids, found.validation_dataset.token_ids]).tolist()
     assert bytes(tokens).decode() == Path(data["train"]).read_text()
     assert len(found.validation_dataset.token_ids) == pytest.approx(0.25 * len(tokens), abs=10)
@@ -103,7 +103,7 @@ def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:
         write_rows(tmp_path, [{"text": kind * 15}] * count, f"{kind}.jsonl") for kind, count in (("a", 4), ("b", 6))
     ]
     data = {"train": names, "weights": [3.0, 1.0], "packing": True}
-    found = load_data(config(tmp_path, "gpt2", data))
+    found = load_training_data(config(tmp_path, "gpt2", data))
     letters = [chr(int(found.train_dataset[index]["input_ids"][0])) for index in range(len(found.train_dataset))]
     assert letters.count("b") == 6 and letters.count("a") == 18
     assert "b" in letters[:4] and "b" in letters[-4:]
@@ -129,7 +129,7 @@ def test_one_number_per_text_is_learned(tmp_path: Path) -> None:
     run_training(made)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
-    data = load_data(made)
+    data = load_training_data(made)
     batch = data.collate_fn([data.train_dataset[3], data.train_dataset[1]])
     output = model(**batch)
     torch.testing.assert_close(
@@ -143,7 +143,7 @@ def test_any_number_of_classes_per_text_is_learned(tmp_path: Path) -> None:
     run_training(made)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
-    found = load_data(made)
+    found = load_training_data(made)
     assert [found.train_dataset[index]["labels"] for index in (0, 2)] == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     batch = found.collate_fn([found.train_dataset[0], found.train_dataset[2]])
     output = model(**batch)
@@ -157,7 +157,7 @@ def test_the_first_token_of_each_word_has_its_class(tmp_path: Path) -> None:
     run_training(made)
     model = transformers.AutoModelForTokenClassification.from_pretrained(made.output_folder / "model")
     assert model.config.id2label == {0: "NAME", 1: "O", 2: "PLACE"}
-    sample = load_data(made).train_dataset[2]
+    sample = load_training_data(made).train_dataset[2]
     assert bytes(sample["input_ids"]) == b"Ann is in Rome"
     labels = {position: label for position, label in enumerate(sample["labels"]) if label != IGNORED}
     assert labels == {0: 0, 3: 1, 6: 1, 9: 2}
@@ -166,7 +166,9 @@ def test_the_first_token_of_each_word_has_its_class(tmp_path: Path) -> None:
 def test_words_and_classes_of_different_number_raise(tmp_path: Path) -> None:
     rows = write_rows(tmp_path, [*tagged(3), {"tokens": ["a"], "tags": ["O", "O"]}])
     with pytest.raises(InputError, match=r"Row 4 of the data has 1 words, but 2 labels"):
-        load_data(classified(tmp_path, {"train": rows, "text": "tokens", "label": "tags"}, "token_classification"))
+        load_training_data(
+            classified(tmp_path, {"train": rows, "text": "tokens", "label": "tags"}, "token_classification")
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_words_and_classes_of_different_number_raise(tmp_path: Path) -> None:
 )
 def test_labels_of_another_task_raise(task: str, rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
-        load_data(classified(tmp_path, {"train": write_rows(tmp_path, rows)}, task))
+        load_training_data(classified(tmp_path, {"train": write_rows(tmp_path, rows)}, task))
 
 
 @pytest.mark.reduced(one_in=3, first=0, at_most=1)
@@ -215,7 +217,7 @@ def test_batches_contain_samples_of_similar_length(tmp_path: Path) -> None:
 
     def padding(**changes: Any) -> int:
         made = classified(tmp_path, {**data, **changes})
-        trainer, _ = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
+        trainer, _ = build_trainer_and_data(made, made.layout, ParallelContext.from_sizes({}))
         return sum(int((batch["attention_mask"] == 0).sum()) for batch in trainer.engine.data)
 
     assert padding(group_by_length=True) < 0.5 * padding()
@@ -223,7 +225,7 @@ def test_batches_contain_samples_of_similar_length(tmp_path: Path) -> None:
 
 def test_grouping_samples_of_one_length_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"group_by_length = true has no effect"):
-        load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "group_by_length": True}))
+        load_training_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "group_by_length": True}))
 
 
 @pytest.mark.reduced(one_in=2, first=0)
@@ -264,7 +266,7 @@ def test_a_stream_resumes_and_equals_every_layout(form: str, pool2: WorkerPool, 
 def test_weighted_streams_contain_all_sources(tmp_path: Path) -> None:
     names = [write_rows(tmp_path, [{"text": kind * 16}] * 200, f"{kind}.jsonl") for kind in "ab"]
     data = {"train": names, "weights": [3.0, 1.0], "streaming": True, "sequence_length": 17}
-    found = load_data(config(tmp_path, "gpt2", data))
+    found = load_training_data(config(tmp_path, "gpt2", data))
     letters = "".join(chr(int(sample["input_ids"][0])) for sample in found.get_first_samples(200))
     assert 100 < letters.count("a") < 180 and letters.count("a") + letters.count("b") == 200
 
@@ -298,12 +300,12 @@ def test_rows_of_a_stream_that_cannot_be_read_raise(text: str, words: str, tmp_p
     (tmp_path / "rows.jsonl").write_text(text)
     data = {"train": str(tmp_path / "rows.jsonl"), "streaming": True, "shuffle": False}
     with pytest.raises(InputError, match=words):
-        list(load_data(config(tmp_path, "gpt2", data)).train_dataset)
+        list(load_training_data(config(tmp_path, "gpt2", data)).train_dataset)
 
 
 def test_a_text_is_not_streamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.streaming = true does not support .*the format text"):
-        load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "streaming": True}))
+        load_training_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "streaming": True}))
 
 
 def test_a_dry_run_describes_a_stream(tmp_path: Path) -> None:
@@ -328,7 +330,7 @@ def test_frozen_parameters_do_not_change(parallel: dict[str, Any], pool2: Worker
     run = pool2.run if parallel else lambda function, *args: [function(*args)]
     for losses in run(losses_of, made("split", parallel=parallel)):
         assert losses == pytest.approx(alone, rel=1e-5)
-    trainer, _ = build_trainer(first := made("first"), first.layout, ParallelContext.from_sizes({}))
+    trainer, _ = build_trainer_and_data(first := made("first"), first.layout, ParallelContext.from_sizes({}))
     before = dict(trainer.engine.model.state_dict())
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "split" / "model").state_dict()
     for name, value in after.items():
@@ -352,9 +354,9 @@ def test_freezing_nothing_or_everything_raises(freeze: list[str], words: str, tm
 def test_a_pattern_is_the_list_of_its_files(tmp_path: Path) -> None:
     for name, rows in (("b", labelled(4)), ("a", labelled(6)), ("c", labelled(2))):
         write_rows(tmp_path, rows, f"part-{name}.jsonl")
-    found = load_data(classified(tmp_path, {"train": str(tmp_path / "part-[ab].jsonl")}))
+    found = load_training_data(classified(tmp_path, {"train": str(tmp_path / "part-[ab].jsonl")}))
     files = [str(tmp_path / f"part-{name}.jsonl") for name in "ab"]
-    assert found.train_dataset.texts == load_data(classified(tmp_path, {"train": files})).train_dataset.texts
+    assert found.train_dataset.texts == load_training_data(classified(tmp_path, {"train": files})).train_dataset.texts
     assert len(found.train_dataset) == 10
     with pytest.raises(InputError, match=r"'.*part-x\*.jsonl' cannot be read"):
-        load_data(classified(tmp_path, {"train": str(tmp_path / "part-x*.jsonl")}))
+        load_training_data(classified(tmp_path, {"train": str(tmp_path / "part-x*.jsonl")}))

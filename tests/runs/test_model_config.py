@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from shardformer.errors import ConfigError
-from shardformer.train_command.config_schema import parse_config
+from shardformer.train_command.config_schema import parse_train_config
 from shardformer.train_command.dry_run import make_dry_run_report
-from shardformer.train_command.load_data import TrainingData, load_data
+from shardformer.train_command.load_data import TrainingData, load_training_data
 from shardformer.train_command.model_config import derive_config_fields_from_data, get_class_names, load_model_config
 from shardformer.train_command.run import load_data_and_model
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
@@ -23,7 +23,7 @@ QWEN = {**FEW, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16
 
 def run_of(name: str, fields: dict[str, Any], *, random: bool = True, task: str = "causal") -> Any:
     model = {"name": name, "random": random, "config": fields, "task": task}
-    return parse_config({"model": model, "data": {"train": "text.txt"}}, "run.toml")
+    return parse_train_config({"model": model, "data": {"train": "text.txt"}}, "run.toml")
 
 
 def plain(found: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_fields_of_a_nested_config_are_checked() -> None:
 
 def test_vocab_size_of_a_multimodal_model_is_set_in_its_text_config(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"name": "llava", "config": {}})
-    data = load_data(made)
+    data = load_training_data(made)
     found = load_model_config(made, derive_config_fields_from_data(made, data, load_model_config(made)))
     assert found.text_config.vocab_size == 258
     assert plain(found.vision_config) == plain(transformers.AutoConfig.for_model("llava").vision_config)
@@ -114,7 +114,7 @@ def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple
         model={"task": "classification", **model},
     )
     saved = load_model_config(made)
-    data = load_data(made, model_class_names=get_class_names(saved))
+    data = load_training_data(made, model_class_names=get_class_names(saved))
     return data, load_model_config(made, derive_config_fields_from_data(made, data, saved))
 
 
@@ -179,7 +179,7 @@ def test_class_names_of_a_data_set_are_used(tmp_path: Path) -> None:
     )
     data = {"train": str(tmp_path / "d"), "format": "datasets"}
     made = config(tmp_path, "bert", data, model={"task": "classification"})
-    found = load_data(made, model_class_names=["LABEL_0", "LABEL_1"])
+    found = load_training_data(made, model_class_names=["LABEL_0", "LABEL_1"])
     assert found.classes == names
     assert [found.train_dataset[i]["labels"] for i in range(2)] == [0, 1]
     assert load_model_config(

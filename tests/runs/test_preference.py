@@ -16,8 +16,8 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.dry_run import make_dry_run_report
-from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import build_trainer, run_training
+from shardformer.train_command.load_data import load_training_data
+from shardformer.train_command.run import build_trainer_and_data, run_training
 from tests.runs.files import config, write_rows, write_text
 from tests.runs.test_conversations import LLAMA
 from tests.runs.test_run import losses_of
@@ -63,7 +63,7 @@ def plain_loss(model: nn.Module, reference: nn.Module, rows: list[Any], beta: fl
 def test_losses_and_weights_equal_those_of_the_formula(smoothing: float, tmp_path: Path) -> None:
     table = {"beta": 0.3, "label_smoothing": smoothing}
     run = made(tmp_path, preference=table, optimizer={"name": "SGD", "lr": 0.5}, training={"steps": 4})
-    trainer, found = build_trainer(run, run.layout, ParallelContext.from_sizes({}))
+    trainer, found = build_trainer_and_data(run, run.layout, ParallelContext.from_sizes({}))
     model = copy.deepcopy(trainer.engine.model)
     reference = copy.deepcopy(model).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -117,7 +117,7 @@ def test_pairs_may_be_conversations(tmp_path: Path) -> None:
         {"prompt": [question], "chosen": [answers[0]], "rejected": [answers[1]]},
         pairs(1)[0],
     ]
-    found = [load_data(made(tmp_path, [row, row])).train_dataset[0] for row in forms]
+    found = [load_training_data(made(tmp_path, [row, row])).train_dataset[0] for row in forms]
     for other in found[1:]:
         assert other["input_ids"].tolist() == found[0]["input_ids"].tolist()
     trained = found[0]["answer_ids"][found[0]["answer_ids"] != IGNORED].tolist()
@@ -128,9 +128,9 @@ def test_wrong_pairs_raise(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"Row 1 of the data is invalid: The field 'chosen' must contain .* but got None"
     ):
-        load_data(made(tmp_path, [{"prompt": "a", "rejected": "b"}]))
+        load_training_data(made(tmp_path, [{"prompt": "a", "rejected": "b"}]))
     with pytest.raises(InputError, match=r"No row has both answers within its first 8 tokens.*data.sequence_length"):
-        load_data(made(tmp_path, data={"sequence_length": 8}))
+        load_training_data(made(tmp_path, data={"sequence_length": 8}))
     with pytest.raises(ConfigError, match=r"preference.beta = 0.5 has no effect without model.task = 'preference'"):
         config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, preference={"beta": 0.5})
 

@@ -17,7 +17,7 @@ from shardformer.train_command.config_schema import (
     TrainConfig,
     format_toml,
     load_train_config,
-    parse_config,
+    parse_train_config,
 )
 
 LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
@@ -32,7 +32,7 @@ def config_with(**changes: Any) -> TrainConfig:
             tables.setdefault(table, {})[key] = value
         else:
             tables[table] = value
-    return parse_config(tables, "run.toml")
+    return parse_train_config(tables, "run.toml")
 
 
 def test_a_minimal_configuration() -> None:
@@ -197,7 +197,7 @@ def test_a_configuration_written_as_toml_is_the_same(tmp_path: Path) -> None:
         "optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]},
         "hooks": hooks,
     }
-    made = parse_config(values, "run.toml")
+    made = parse_train_config(values, "run.toml")
     (tmp_path / "resolved.toml").write_text(format_toml(made.model_dump()), encoding="utf-8")
     again = load_train_config(tmp_path / "resolved.toml")
     del made.model.config["a b"][1]["y"]

@@ -47,9 +47,9 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
 def stop_behind(made: TrainConfig, steps: int) -> None:
     """Train the first steps of a longer run."""
     from shardformer.mesh.parallel_context import ParallelContext
-    from shardformer.train_command.run import build_trainer
+    from shardformer.train_command.run import build_trainer_and_data
 
-    trainer, _ = build_trainer(made, made.layout, ParallelContext.from_sizes({}))
+    trainer, _ = build_trainer_and_data(made, made.layout, ParallelContext.from_sizes({}))
     trainer.fit(steps=steps)
 
 

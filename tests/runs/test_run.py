@@ -19,7 +19,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.build import build_hooks
 from shardformer.train_command.config_schema import TrainConfig
-from shardformer.train_command.run import build_trainer, run_training
+from shardformer.train_command.run import build_trainer_and_data, run_training
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.metrics_log import read_metrics_records
 from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
@@ -68,7 +68,7 @@ def test_an_exported_model_can_be_trained_further(tmp_path: Path) -> None:
     saved = transformers.AutoModelForCausalLM.from_pretrained(first.output_folder / "model")
     model = {"name": str(first.output_folder / "model"), "random": False, "config": {}}
     second = config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, folder=str(tmp_path / "second"), model=model)
-    trainer, _ = build_trainer(second, second.layout, ParallelContext.from_sizes({}))
+    trainer, _ = build_trainer_and_data(second, second.layout, ParallelContext.from_sizes({}))
     torch.testing.assert_close(
         dict(trainer.engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"],
         saved.transformer.h[0].attn.c_attn.weight,

@@ -15,10 +15,10 @@ from shardformer.train_command.build import (
     build_hooks,
     build_optimizer_factory,
     count_training_steps,
-    get_hook_arguments,
+    get_hook_constructor_arguments,
 )
-from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, TrainConfig, parse_config
-from shardformer.train_command.load_data import load_data
+from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, TrainConfig, parse_train_config
+from shardformer.train_command.load_data import load_training_data
 from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.training.metrics_log import read_metrics_records
@@ -28,7 +28,7 @@ from tests.runs.files import config, labelled, write_rows, write_text
 def dataset(folder: Path, name: str, text: str, **data: Any) -> Any:
     (folder / name).write_text(text, encoding="utf-8-sig")
     data = {"train": str(folder / name), "label": "quality", **data}
-    return load_data(config(folder, "bert", data, model={"task": "classification"}))
+    return load_training_data(config(folder, "bert", data, model={"task": "classification"}))
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_parquet_file_equals_json_lines(tmp_path: Path) -> None:
     rows = labelled()
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     model = {"task": "classification"}
-    expected = load_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model=model))
-    found = load_data(config(tmp_path, "bert", {"train": str(tmp_path / "rows.parquet")}, model=model))
+    expected = load_training_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model=model))
+    found = load_training_data(config(tmp_path, "bert", {"train": str(tmp_path / "rows.parquet")}, model=model))
     assert list(found.train_dataset.texts) == list(expected.train_dataset.texts)
     assert found.classes == expected.classes and found.train_dataset.labels == expected.train_dataset.labels
 
@@ -98,7 +98,7 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
     data = {"train": write_text(tmp_path, times=5), "batch_size": 4}
     hooks = {"progress": False, "throughput": False, "checkpoint": False}
     made = config(tmp_path, "gpt2", data, training={"epochs": epochs}, hooks=hooks)
-    assert count_training_steps(made, load_data(made)) == steps
+    assert count_training_steps(made, load_training_data(made)) == steps
     run_training(made)
     assert [record.step for record in read_metrics_records(made.output_folder)] == list(range(1, steps + 1))
 
@@ -122,7 +122,7 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
 )
 def test_a_key_of_another_table_or_library_is_answered_with_ours(tables: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        made = parse_config({"model": {"name": "gpt2"}, "data": {"train": "a.txt"}} | tables, "run.toml")
+        made = parse_train_config({"model": {"name": "gpt2"}, "data": {"train": "a.txt"}} | tables, "run.toml")
         build_optimizer_factory(made.optimizer), build_hooks(made)
     assert remedy in caught.value.remedy
 
@@ -134,7 +134,7 @@ def test_keys_of_remedies_exist(key: str) -> None:
     assert table in known
     if table == "hooks":
         hook, *arguments = names
-        assert {*arguments} <= {*get_hook_arguments(KNOWN_HOOKS[hook])}
+        assert {*arguments} <= {*get_hook_constructor_arguments(KNOWN_HOOKS[hook])}
     elif names:
         fields = {*known[table].model_fields, *({"betas", "eps"} if table == "optimizer" else ())}
         assert names[0] in fields

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import InputError
-from shardformer.train_command.load_data import TrainingData, load_data
+from shardformer.train_command.load_data import TrainingData, load_training_data
 from tests.runs.files import config, write_rows
 from tests.runs.test_conversations import ANSWER, CHAT, QUESTION, first_sample, trained_text
 from tests.runs.test_preference import made
@@ -60,7 +60,7 @@ def test_fields_of_other_rows_of_a_table_do_not_reach_the_template(tmp_path: Pat
     rows = datasets.Dataset.from_list([with_calls(), with_calls(other)])
     rows.to_parquet(tmp_path / "rows.parquet")
     data = {"train": str(tmp_path / "rows.parquet"), "sequence_length": 400, "chat_template": template(tmp_path)}
-    assert text_of(load_data(config(tmp_path, "gpt2", data)).train_dataset[0]) == RENDERED
+    assert text_of(load_training_data(config(tmp_path, "gpt2", data)).train_dataset[0]) == RENDERED
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_answers_that_are_empty_or_have_the_weight_0_are_not_trained(tmp_path: P
     sample = first_sample(tmp_path, {"messages": messages}, chat_template=template(tmp_path))
     assert trained_text(sample) == f"{ANSWER}."
     rows = [{"instruction": QUESTION, "output": answer} for answer in (ANSWER, "", " ")]
-    data: TrainingData = load_data(
+    data: TrainingData = load_training_data(
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "sequence_length": 99})
     )
     assert len(data.train_dataset) == 1
@@ -118,6 +118,6 @@ def test_answers_that_are_empty_or_have_the_weight_0_are_not_trained(tmp_path: P
 def test_preferences_have_the_system_message_and_the_tools_of_their_row(tmp_path: Path) -> None:
     rows = [{"system": "Sing.", "question": QUESTION, "chosen": "la", "rejected": "no", "tools": TOOLS}] * 2
     data = {"prompt": "question", "chat_template": template(tmp_path)}
-    chosen, rejected = load_data(made(tmp_path, rows, data=data)).train_dataset.pairs[0]
+    chosen, rejected = load_training_data(made(tmp_path, rows, data=data)).train_dataset.pairs[0]
     start = f"[tools]weather[system]Sing.[user]{QUESTION}[assistant]"
     assert [bytes(each.ids_S.tolist()).decode() for each in (chosen, rejected)] == [f"{start}la.", f"{start}no."]

@@ -13,9 +13,9 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.train_command.build import build_optimizer_factory, build_scheduler_factory, count_training_steps
+from shardformer.train_command.build import build_lr_scheduler_factory, build_optimizer_factory, count_training_steps
 from shardformer.train_command.config_schema import OptimizerOptions, ScheduleOptions, TrainConfig
-from shardformer.train_command.load_data import load_data
+from shardformer.train_command.load_data import load_training_data
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.runs.test_run import losses_of
 
@@ -38,7 +38,7 @@ from tests.runs.test_run import losses_of
 )
 def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = build_scheduler_factory(ScheduleOptions(**table), 4)(optimizer)
+    scheduler = build_lr_scheduler_factory(ScheduleOptions(**table), 4)(optimizer)
     rates = []
     for _ in range(4):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -51,7 +51,7 @@ def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]
 def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps: int, tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
-    assert count_training_steps(made, load_data(made)) == steps
+    assert count_training_steps(made, load_training_data(made)) == steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:

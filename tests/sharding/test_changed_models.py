@@ -113,7 +113,7 @@ def check(plain: Any, layout: Layout) -> None:
         own.step()
         return full_state_dict(model)
 
-    found = run_as_threads(train, **axes, in_turn=True)[0]
+    found = run_as_threads(train, **axes, one_at_a_time=True)[0]
     weights = expected.state_dict()
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
@@ -190,7 +190,7 @@ def test_view_of_a_weight_is_refused_if_the_weight_moves(how: str) -> None:
         with pytest.raises(ConfigError, match=r"view is a view of the parameter linear\.weight"):
             shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, context=context)
 
-    run_as_threads(run, data=2, in_turn=True)
+    run_as_threads(run, data=2, one_at_a_time=True)
 
 
 def test_view_of_a_sharded_weight_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_view_of_a_sharded_weight_is_refused() -> None:
             shard_model(model, context=context)
         assert model.lm_head.weight.shape == before
 
-    run_as_threads(refused, tensor=2, in_turn=True)
+    run_as_threads(refused, tensor=2, one_at_a_time=True)
 
 
 def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
@@ -219,7 +219,7 @@ def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
         optimizer.step()
         return [model.a.detach(), model.b.detach()]
 
-    for a, b in run_as_threads(train, data=2, in_turn=True):
+    for a, b in run_as_threads(train, data=2, one_at_a_time=True):
         assert torch.equal(a, flat[:4] - 1) and torch.equal(b, flat[4:] - 2)
 
 

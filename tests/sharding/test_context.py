@@ -93,7 +93,7 @@ def check(
             near(f"gradient of {name}", first[name], specs[name].slice_full_tensor(gradients[name], coords), bound)
             near(name, param.detach(), specs[name].slice_full_tensor(weights[name].detach(), coords), bound)
 
-    run_as_threads(compute, sequence=ranks, in_turn=True, **sizes)
+    run_as_threads(compute, sequence=ranks, one_at_a_time=True, **sizes)
 
 
 def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
@@ -313,7 +313,7 @@ def test_checkpointed_layers_have_the_same_gradients(family: str) -> None:
         for name, gradient in train(model, batches_of(family))[1].items():
             near(name, gradient, expected[name], 3e-6)
 
-    run_as_threads(compute, sequence=2, in_turn=True)
+    run_as_threads(compute, sequence=2, one_at_a_time=True)
 
 
 def test_sharded_logits_behave_like_full_logits() -> None:
@@ -338,7 +338,7 @@ def test_sharded_logits_behave_like_full_logits() -> None:
         whole = expected.logits[:, :-1].reshape(-1, logits.shape[-1])
         near("loss", shifted, nn.functional.cross_entropy(whole, batch["input_ids"][:, 1:].reshape(-1)), 1e-9)
 
-    run_as_threads(compute, sequence=3, in_turn=True)
+    run_as_threads(compute, sequence=3, one_at_a_time=True)
 
 
 def test_decoding_with_a_cache_runs_in_full_on_all_ranks() -> None:
@@ -350,7 +350,7 @@ def test_decoding_with_a_cache_runs_in_full_on_all_ranks() -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context).eval()
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
 
-    run_as_threads(compute, sequence=2, in_turn=True)
+    run_as_threads(compute, sequence=2, one_at_a_time=True)
 
 
 def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
@@ -359,7 +359,7 @@ def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
         n_embd=32, n_layer=2, n_head=4, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=rate
     )
     plain = transformers.GPT2LMHeadModel(config).double().train()
-    context = ParallelContext.from_world({"sequence": sequence})
+    context = ParallelContext.from_default_process_group({"sequence": sequence})
     model = shardformer.shard_model(plain, context=context, context_parallel=way)
     torch.manual_seed(5 + context.sequence.rank)
     return train(model, text())[0]
@@ -390,7 +390,7 @@ def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **o
         return "nothing"
 
     ranks = sequence if isinstance(sequence, int) else sequence[0] * sequence[1]
-    said = run_as_threads(compute, sequence=ranks, in_turn=True)
+    said = run_as_threads(compute, sequence=ranks, one_at_a_time=True)
     assert len(set(said)) == 1
     return said[0]
 
@@ -445,7 +445,7 @@ def test_different_batches_on_sequence_ranks_are_refused() -> None:
             model(input_ids=IDS + context.sequence.rank)
         return "said"
 
-    assert run_as_threads(compute, sequence=2, in_turn=True) == ["said", "said"]
+    assert run_as_threads(compute, sequence=2, one_at_a_time=True) == ["said", "said"]
 
 
 @pytest.mark.reduced(at_most=1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.layout.sharding_metadata import get_metadata
+from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import SmallModelFactory
@@ -127,7 +127,7 @@ def test_gradients_equal_those_of_one_process(case: str) -> None:
         plain.zero_grad()
         change(plain)
         loss_of(plain, IDS).backward()
-    assert max(run_as_threads(do, data=2, in_turn=True)) < 1e-6
+    assert max(run_as_threads(do, data=2, one_at_a_time=True)) < 1e-6
 
 
 def test_engine_accepts_an_optimizer_created_before() -> None:
@@ -141,7 +141,7 @@ def test_engine_accepts_an_optimizer_created_before() -> None:
         return [float(engine.train_step({"input_ids": part, "labels": part})) for _ in range(2)]
 
     expected = do(None)
-    for found in run_as_threads(do, data=2, in_turn=True):
+    for found in run_as_threads(do, data=2, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -151,14 +151,14 @@ def test_optimizer_created_before_shard_model_keeps_working() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert shardformer.shard_model(model, context=context).lm_head.weight is optimizer.param_groups[0]["params"][-1]
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)
 
 
 def test_description_reports_a_missing_policy() -> None:
     def do(context: ParallelContext) -> str:
         return str(shardformer.describe_sharding(shardformer.shard_model(Classifier(), context=context)))
 
-    assert "No reduced model of Classifier can be built" in run_as_threads(do, data=2, in_turn=True)[0]
+    assert "No reduced model of Classifier can be built" in run_as_threads(do, data=2, one_at_a_time=True)[0]
 
 
 class Wrong(shardformer.policies.RolePolicy):
@@ -170,7 +170,7 @@ def test_passed_policy_must_match_the_model() -> None:
         with pytest.raises(PolicyError, match=r"model\.blocks"):
             shardformer.shard_model(llama(), Wrong, context=context)
 
-    run_as_threads(do, data=2, in_turn=True)
+    run_as_threads(do, data=2, one_at_a_time=True)
 
 
 def test_tensor_axis_requires_a_policy() -> None:
@@ -181,12 +181,12 @@ def test_tensor_axis_requires_a_policy() -> None:
             shardformer.shard_model(model, context=context)
         assert not hasattr(model, "_shardformer")
 
-    run_as_threads(do, tensor=2, in_turn=True)
+    run_as_threads(do, tensor=2, one_at_a_time=True)
 
 
 def test_matching_family_policy_is_used() -> None:
     def do(context: ParallelContext) -> str:
-        return get_metadata(shardformer.shard_model(llama(), context=context)).request.source
+        return get_sharding_metadata(shardformer.shard_model(llama(), context=context)).request.source
 
-    assert "llama" in run_as_threads(do, data=2, in_turn=True)[0]
+    assert "llama" in run_as_threads(do, data=2, one_at_a_time=True)[0]
     assert transformers.__version__  # the family is one of transformers

@@ -24,7 +24,7 @@ from shardformer.policies.policy import FAMILIES, Policy
 from shardformer.sharding import describe
 from shardformer.sharding import describe as listing
 from shardformer.sharding import describe as stage_table
-from shardformer.sharding.describe import ShardingDescription, StageRow
+from shardformer.sharding.describe import PipelineStageRow, ShardingDescription
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.verify.small_models import SMALL_CONFIGS, SmallModelFactory
 from tests.policies.toy import ToyLM, ToyPolicy
@@ -180,8 +180,8 @@ transformer.h.*: 2 layers
 
 def _describe_stages(
     family: str, schedule: str = "1f1b", head: str = "", tensor: int = 1, **stages: object
-) -> tuple[str, list[StageRow], dict[str, int], int]:
-    context = ParallelContext.from_world({"tensor": tensor, "pipe": 2, "data": 1})
+) -> tuple[str, list[PipelineStageRow], dict[str, int], int]:
+    context = ParallelContext.from_default_process_group({"tensor": tensor, "pipe": 2, "data": 1})
     manager = PipelineStageManager(context, schedule, **stages)  # type: ignore[arg-type]  # options by name
     config = ShardConfig(pipeline_stage_manager=manager)
     model = shardformer.compat.ShardFormer(config).optimize(SmallModelFactory(family, head).with_min_layers(4)())[0]

@@ -26,7 +26,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, reshape_tensor_axis
 from shardformer.sharding import apply_tensor_grid as grid_plan
-from shardformer.tensor_parallel.grid_layers import GridNorm, GridRegion
+from shardformer.tensor_parallel.grid_layers import GridNorm, GridTensorParallelRegion
 from shardformer.transformers_compat import is_kv_cache
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import ForceFp64Mode
@@ -115,7 +115,7 @@ def check(
             near(f"gradient of {name}", first[name], specs[name].slice_full_tensor(gradients[name], grid.coords), bound)
             near(name, param.detach(), specs[name].slice_full_tensor(weights[name].detach(), grid.coords), bound)
 
-    run_as_threads(compute, tensor=ranks_of(sizes), pipe=pipe, in_turn=True)
+    run_as_threads(compute, tensor=ranks_of(sizes), pipe=pipe, one_at_a_time=True)
 
 
 def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
@@ -223,7 +223,7 @@ def test_checkpointed_stacks_redraw_the_same_dropout() -> None:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     first, second = (
-        run_as_threads(lambda context, again=again: gradients(context, again), tensor=4, in_turn=True)  # type: ignore[misc]
+        run_as_threads(lambda context, again=again: gradients(context, again), tensor=4, one_at_a_time=True)  # type: ignore[misc]
         for again in (False, True)
     )
     for once, again in zip(first, second, strict=True):
@@ -343,7 +343,7 @@ def test_generation_equals_one_process(family: str, mode: str, sizes: Sizes) -> 
             cut, whole = (m(**batch, use_cache=False).logits for m in (model, plain))
         assert (cut - whole).abs().max() < 1e-6
 
-    run_as_threads(generate, tensor=ranks_of(sizes), in_turn=True)
+    run_as_threads(generate, tensor=ranks_of(sizes), one_at_a_time=True)
 
 
 def test_full_weights_are_gathered_and_saved(tmp_path: Any) -> None:
@@ -371,7 +371,7 @@ def test_gradient_norm_equals_one_process() -> None:
         compute_model_loss(model, batch).backward()
         return shardformer.clip_grad_norm_(model, 1e9).item()
 
-    assert run_as_threads(norm, tensor=4, in_turn=True) == pytest.approx([expected] * 4, rel=1e-6)
+    assert run_as_threads(norm, tensor=4, one_at_a_time=True) == pytest.approx([expected] * 4, rel=1e-6)
 
 
 def _learns_with_dropout() -> tuple[list[float], dict[str, Tensor]]:
@@ -440,7 +440,7 @@ def test_communicated_bytes_match_the_formulas() -> None:
     for mode, sizes in (("2d", (2, 2)), ("2d", (4, 1)), ("2.5d", (1, 2, 2)), ("3d", (2, 2, 2))):
         rows, columns, third = (*sizes, 1)[:3]
         depth, contraction = (1, third) if mode == "3d" else (third, 1)
-        found = run_as_threads(lambda c, m=mode, s=sizes: sent(c, m, s), tensor=ranks_of(sizes), in_turn=True)
+        found = run_as_threads(lambda c, m=mode, s=sizes: sent(c, m, s), tensor=ranks_of(sizes), one_at_a_time=True)
         part = tokens * hidden / (depth * rows * contraction)
         ends = 2 * part * rest(columns) if mode != "3d" else None  # the stack's entry, backward, and its exit
         # outputs of columns and inputs of rows, forward and backward, and the latter gathered again
@@ -464,14 +464,14 @@ def test_each_rank_stores_its_share_of_the_weights() -> None:
         return sum(p.numel() for p in model.get_submodule("model.layers").parameters() if p.dim() > 1)
 
     for mode, sizes, cut in (("2d", (2, 2), 4), ("2.5d", (2, 1, 2), 2), ("3d", (2, 2, 2), 8)):
-        found = run_as_threads(lambda c, m=mode, s=sizes: own(c, m, s), tensor=ranks_of(sizes), in_turn=True)
+        found = run_as_threads(lambda c, m=mode, s=sizes: own(c, m, s), tensor=ranks_of(sizes), one_at_a_time=True)
         assert found == pytest.approx([whole / cut] * len(found), rel=0.1)  # heads and sizes that are odd
 
 
 # --- the tests detect removed collectives
 
 
-def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
+def _kept(self: GridTensorParallelRegion, x: Tensor, *_: Any) -> PendingCollective:
     return PendingCollective((), lambda: get_local_chunk(x, self.grid.column, x.dim() - 1))
 
 
@@ -487,7 +487,7 @@ LEFT_OUT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
-    monkeypatch.setattr(GridRegion, name, LEFT_OUT[name])
+    monkeypatch.setattr(GridTensorParallelRegion, name, LEFT_OUT[name])
     with pytest.raises(ConfigError, match="differs"):  # found by the validation on the reduced model
         run_as_threads(lambda context: sharded(context, "qwen2", "2d", (2, 2)), tensor=4)
 

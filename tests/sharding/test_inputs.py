@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -63,7 +63,7 @@ def test_gradients_of_input_embeddings_and_their_table_are_full(layout: dict[str
         model = shardformer.shard_model(copy.deepcopy(plain), context=context, **options)
         found, _ = perturbed(model)
         torch.testing.assert_close(found, expected)
-        specs, coords = get_shard_specs(model), get_metadata(model).coords
+        specs, coords = get_shard_specs(model), get_sharding_metadata(model).coords
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, specs[name].slice_full_tensor(gradients[name], coords), msg=name)
 

@@ -94,7 +94,7 @@ def is_refused(plain: Any, layout: Layout) -> None:
         with pytest.raises((ConfigError, PolicyError)):
             shard_model(copy.deepcopy(plain), config=parallel.make_shard_config(context))
 
-    run_as_threads(refused, **{**axes, "sequence": count_ranks_on_axis(parallel.sequence)}, in_turn=True)
+    run_as_threads(refused, **{**axes, "sequence": count_ranks_on_axis(parallel.sequence)}, one_at_a_time=True)
 
 
 @pytest.mark.reduced(one_in=6, first=1)
@@ -184,5 +184,5 @@ def test_hooks_survive_the_replacement_of_their_module(where: str) -> None:
         handle.remove()
         return before - len(module._forward_hooks)
 
-    assert run_as_threads(removed, tensor=2, in_turn=True) == [1, 1]
+    assert run_as_threads(removed, tensor=2, one_at_a_time=True) == [1, 1]
     handle.remove()

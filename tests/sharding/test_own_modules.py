@@ -115,7 +115,7 @@ def test_losses_equal_those_of_one_process(name: str, sizes: dict[str, int]) -> 
     def do(context: ParallelContext) -> list[float]:
         return losses(copy.deepcopy(plain), name, context, **sizes)
 
-    for found in run_as_threads(do, **sizes, in_turn=True):
+    for found in run_as_threads(do, **sizes, one_at_a_time=True):
         assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -127,7 +127,7 @@ def test_validation_is_not_reused_for_another_module_of_the_class() -> None:
         with pytest.warns(UserWarning, match="attention of Language"):
             found = run_as_threads(
                 lambda context, plain=plain: losses(copy.deepcopy(plain), "language", context, sequence=2),
-                sequence=2, in_turn=True,
+                sequence=2, one_at_a_time=True,
             )  # fmt: skip
         assert found[0] == pytest.approx(expected, abs=1e-9)
 
@@ -145,4 +145,4 @@ def test_module_that_cannot_run_is_refused_with_its_needs() -> None:
             shardformer.shard_model(Particular(), context=context)
         assert "default" in str(caught.value) and "config" in str(caught.value)
 
-    run_as_threads(do, sequence=2, in_turn=True)
+    run_as_threads(do, sequence=2, one_at_a_time=True)

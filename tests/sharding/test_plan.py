@@ -10,7 +10,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.layer_sequence import StackDescription
+from shardformer.pipeline.layer_sequence import LayerStackDescription
 from shardformer.policies import legacy
 from shardformer.policies.legacy import Argument, Col_Layer, Layer, Row_Layer
 from shardformer.policies.module_descriptions import (
@@ -34,14 +34,14 @@ from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 class Written(Policy):
     """A policy with the descriptions that a test passes."""
 
-    def __init__(self, said: Any, stacks: list[StackDescription] | None = None) -> None:
+    def __init__(self, said: Any, stacks: list[LayerStackDescription] | None = None) -> None:
         super().__init__()
         self._said, self._stacks = said, stacks or []
 
     def module_policy(self) -> Any:
         return self._said
 
-    def stacks(self) -> list[StackDescription]:
+    def stacks(self) -> list[LayerStackDescription]:
         return self._stacks
 
 
@@ -133,9 +133,14 @@ def test_block_with_a_missing_path_is_refused(broken: Mapping[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "stack", [StackDescription("layer"), StackDescription("layers", "ln"), StackDescription("layers", None, ("e", "x"))]
+    "stack",
+    [
+        LayerStackDescription("layer"),
+        LayerStackDescription("layers", "ln"),
+        LayerStackDescription("layers", None, ("e", "x")),
+    ],
 )
-def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
+def test_stack_with_a_missing_path_is_refused(stack: LayerStackDescription) -> None:
     refused(Written({}, [stack]), "The model has no module")
 
 
@@ -349,11 +354,11 @@ def scaled(factor: float) -> float:
 def test_fingerprint_is_identical_in_every_process() -> None:
     lines = plan_of(
         Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})
-    ).get_fingerprint_lines()
+    ).get_lines_to_compare_across_ranks()
     assert (
         lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
     )
-    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).get_fingerprint_lines()])
+    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).get_lines_to_compare_across_ranks()])
 
 
 def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
@@ -362,5 +367,5 @@ def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
         policy = ToyPolicy()
         policy.set_model(ToyLM())
         policy.axis = Axis("tensor", 2, rank)
-        lines.append(make_sharding_plan(policy.model, policy).get_fingerprint_lines())
+        lines.append(make_sharding_plan(policy.model, policy).get_lines_to_compare_across_ranks())
     assert lines[0] == lines[1] and len(lines[0]) > 10

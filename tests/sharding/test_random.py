@@ -28,7 +28,7 @@ def speech(pipe: int) -> list[float]:
     """Return the encoder inputs of two steps of a speech model, which masks frames with NumPy's random state."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-    context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
+    context = ParallelContext.from_default_process_group({"pipe": pipe, "tensor": 2})
     torch.manual_seed(0)
     nothing = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
     config = Wav2Vec2Config(
@@ -100,7 +100,7 @@ class NoisyPolicy(RolePolicy):
 
 
 def noise() -> list[list[float]]:
-    context = ParallelContext.from_world({"tensor": 2})
+    context = ParallelContext.from_default_process_group({"tensor": 2})
     torch.manual_seed(0)
     model = shardformer.shard_model(Noisy().train(), NoisyPolicy(), context=context)
     x, found = torch.randn(2, 3, 8), []
@@ -119,7 +119,7 @@ def test_seeding_ranks_differently_changes_nothing(pool2: WorkerPool) -> None:
 
 def drawn_beside(pipe: int) -> list[float]:
     """Return the losses of a model without randomness while other code on the last rank draws random numbers."""
-    context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
+    context = ParallelContext.from_default_process_group({"pipe": pipe, "tensor": 2})
     torch.manual_seed(0)
     model = shardformer.shard_model(SmallModelFactory("llama")().train(), context=context)
     if context.rank == torch.distributed.get_world_size() - 1:

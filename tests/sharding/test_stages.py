@@ -12,12 +12,12 @@ from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import estimate_layer_costs, map_tensors_to_layers
 from shardformer.pipeline.partition import partition_balanced
-from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy
+from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy_and_origin
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 
 
 def estimated(model: nn.Module) -> list[float]:
-    policy, _ = resolve_policy(model, None)
+    policy, _ = resolve_policy_and_origin(model, None)
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 1})))
     chain = policy.layer_sequence()
@@ -69,7 +69,7 @@ class Slow(nn.Module):
 def test_measured_costs_reflect_computation() -> None:
     model = SmallModelFactory("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
     layers: Any = model.get_submodule("model.layers")
-    policy, _ = resolve_policy(model, None)
+    policy, _ = resolve_policy_and_origin(model, None)
     layers[1] = Slow(layers[1])
     costs = measure_pipeline_costs(model, RandomBatchFactory("LlamaForCausalLM")(0), type(policy), repeats=2)
     assert len(costs) == 4
@@ -79,7 +79,7 @@ def test_measured_costs_reflect_computation() -> None:
 
 def test_measuring_restores_buffers_and_random_states() -> None:
     model: Any = SmallModelFactory("llama", changes={"use_cache": False})().train()
-    policy, _ = resolve_policy(model, None)
+    policy, _ = resolve_policy_and_origin(model, None)
     model.register_buffer("calls", torch.zeros(()))
 
     def writes(*_: Any) -> None:

@@ -17,7 +17,7 @@ import shardformer
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.forward_checks import ForwardChecks, ModelStructureSnapshot
+from shardformer.sharding.forward_checks import ForwardCheckHooks, ModelStructureSnapshot
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 
 
@@ -245,7 +245,7 @@ def test_stage_can_be_compiled_per_layer() -> None:
         with pytest.raises(ConfigError, match="is compiled, which pipeline parallelism does not support"):
             pipeline.step(batch())
 
-    run_as_threads(do, pipe=2, in_turn=True)
+    run_as_threads(do, pipe=2, one_at_a_time=True)
 
 
 def test_removed_hook_is_accepted() -> None:
@@ -266,16 +266,16 @@ def test_sharding_another_model_does_not_recompile_the_first() -> None:
     """torch.compile guards the function that it read from the model's checks."""
 
     def do(context: ParallelContext) -> None:
-        before = dict(vars(ForwardChecks))
+        before = dict(vars(ForwardCheckHooks))
         model = sharded(context)
         (guard,) = {
             h.__self__
             for h in model._forward_pre_hooks.values()
-            if isinstance(getattr(h, "__self__", 0), ForwardChecks)
+            if isinstance(getattr(h, "__self__", 0), ForwardCheckHooks)
         }
         own = guard._eager
         sharded(context)(**batch())
-        assert dict(vars(ForwardChecks)) == before
+        assert dict(vars(ForwardCheckHooks)) == before
         assert guard._eager is own
 
     run_as_threads(do, tensor=2)

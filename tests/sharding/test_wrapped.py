@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import get_wrapped_module_attr_name
@@ -47,7 +47,7 @@ def norm_of(model: Any) -> Tensor:
 
 
 def gradient(model: Any) -> Tensor | None:
-    if get_metadata(model).context.pipe.size > 1:
+    if get_sharding_metadata(model).context.pipe.size > 1:
         shardformer.Pipeline(model, micro_batches=2).step(BATCH)
     else:
         model(**BATCH).loss.backward()

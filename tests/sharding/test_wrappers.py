@@ -65,7 +65,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def _wrap(how: str, sizes: dict[str, int]) -> str:
     torch.manual_seed(0)
-    model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_world(sizes))
+    model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_default_process_group(sizes))
     try:
         WRAPPERS[how](model)(torch.randn(2, 3, 8))
     except ConfigError as error:
@@ -83,7 +83,7 @@ def test_wrapper_around_a_sharded_model_is_refused(pool2: WorkerPool, how: str, 
 
 def _of_another_model() -> bool:
     """A sharded model that a wrapped module calls but does not contain."""
-    model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_world({"tensor": 2}))
+    model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_default_process_group({"tensor": 2}))
     teacher = [model.eval().requires_grad_(False)]
 
     class Student(nn.Module):

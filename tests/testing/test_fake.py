@@ -218,7 +218,7 @@ def test_fake_collectives_return_own_objects() -> None:
     assert context.flatten("data", "tensor").size == 32
     assert all_gather_objects("here", context.tensor) == ["here"] * 4
     with enable_fake_tensors():
-        whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full=7)
+        whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full_length=7)
     assert isinstance(whole, FakeTensor) and whole.shape == (3, 7)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.config_fields import FieldMeaning, infer_field_meanings
+from shardformer.discovery.config_fields import ConfigFieldMeaning, infer_field_meanings
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.shrink_config import ODD, ConfigShrinker, build_meta_model
 from shardformer.policies.roles import MLP, Attention
@@ -120,47 +120,51 @@ def test_model_without_config_constructor_is_its_own_reduced_model(odd: nn.Modul
         (
             "mistral",
             "MistralForCausalLM",
-            {"num_attention_heads": FieldMeaning.HEADS, "num_key_value_heads": FieldMeaning.HEADS},
+            {"num_attention_heads": ConfigFieldMeaning.HEADS, "num_key_value_heads": ConfigFieldMeaning.HEADS},
         ),
         (
             "bert",
             "BertForMaskedLM",
-            {"num_attention_heads": FieldMeaning.HEADS, "intermediate_size": FieldMeaning.WIDTH},
+            {"num_attention_heads": ConfigFieldMeaning.HEADS, "intermediate_size": ConfigFieldMeaning.WIDTH},
         ),
         (
             "t5",
             "T5ForConditionalGeneration",
-            {"d_kv": FieldMeaning.HEAD_DIM, "num_heads": FieldMeaning.HEADS, "d_ff": FieldMeaning.WIDTH},
+            {
+                "d_kv": ConfigFieldMeaning.HEAD_DIM,
+                "num_heads": ConfigFieldMeaning.HEADS,
+                "d_ff": ConfigFieldMeaning.WIDTH,
+            },
         ),
         (
             "falcon",
             "FalconForCausalLM",
-            {"num_attention_heads": FieldMeaning.HEADS, "hidden_size": FieldMeaning.HIDDEN},
+            {"num_attention_heads": ConfigFieldMeaning.HEADS, "hidden_size": ConfigFieldMeaning.HIDDEN},
         ),
         (
             "mixtral",
             "MixtralForCausalLM",
-            {"num_local_experts": FieldMeaning.EXPERTS, "intermediate_size": FieldMeaning.WIDTH},
+            {"num_local_experts": ConfigFieldMeaning.EXPERTS, "intermediate_size": ConfigFieldMeaning.WIDTH},
         ),
         (
             "recurrent_gemma",
             "RecurrentGemmaForCausalLM",
-            {"num_attention_heads": FieldMeaning.HEADS},
+            {"num_attention_heads": ConfigFieldMeaning.HEADS},
         ),  # blocks of a diagonal
         (
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            {"qk_nope_head_dim": FieldMeaning.HEAD_DIM, "kv_lora_rank": FieldMeaning.WIDTH},
+            {"qk_nope_head_dim": ConfigFieldMeaning.HEAD_DIM, "kv_lora_rank": ConfigFieldMeaning.WIDTH},
         ),
         (
             "vit",
             "ViTForImageClassification",
-            {"patch_size": None, "num_channels": None, "hidden_size": FieldMeaning.HIDDEN},
+            {"patch_size": None, "num_channels": None, "hidden_size": ConfigFieldMeaning.HIDDEN},
         ),
     ],
 )
 def test_measured_config_fields_match_their_names(
-    model_type: str, name: str, expected: dict[str, FieldMeaning | None]
+    model_type: str, name: str, expected: dict[str, ConfigFieldMeaning | None]
 ) -> None:
     model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
     kinds = infer_field_meanings(ConfigShrinker(model).fields)

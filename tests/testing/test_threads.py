@@ -147,4 +147,4 @@ def test_in_turn_ranks_have_their_own_random_states() -> None:
         all_reduce(torch.ones(1), context.tensor)
         return drawn
 
-    assert len(set(run_as_threads(draw, tensor=4, in_turn=True))) == 1
+    assert len(set(run_as_threads(draw, tensor=4, one_at_a_time=True))) == 1

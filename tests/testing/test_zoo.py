@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler
 from shardformer.gradient_accumulation.micro_batches import split_batch
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,
     FAMILY_OF,
@@ -28,7 +28,7 @@ from shardformer.verify.small_models import (
     compute_model_loss,
     count_samples,
     is_loss_averaged_over_samples,
-    round_up_to_supported_depth,
+    round_up_to_supported_num_layers,
 )
 from tests.pipeline.heads import weighing
 from tests.verify.variants import VARIANTS, Changed
@@ -213,11 +213,11 @@ def _split(head: str, sample: SmallModelFactory) -> tuple[nn.Module, list[dict[s
 def test_head_has_enough_layers_for_pipeline(head: str) -> None:
     sample = SmallModelFactory(FAMILY_OF[head], head).with_min_layers(5)
     model = sample()
-    policy, _ = resolve_policy(model, None)
+    policy, _ = resolve_policy_and_origin(model, None)
     policy.set_model(model)
     units = sum(len(segment.layer_calls) for segment in policy.layer_sequence().stacks)
-    assert units == round_up_to_supported_depth(sample.family, head, 5) and units in (5, 6)
-    assert round_up_to_supported_depth(sample.family, head, 1) >= 2
+    assert units == round_up_to_supported_num_layers(sample.family, head, 5) and units in (5, 6)
+    assert round_up_to_supported_num_layers(sample.family, head, 1) >= 2
 
 
 @pytest.mark.reduced(one_in=8)

@@ -109,7 +109,7 @@ def test_shards_and_a_step_equal_the_eager_model(timm_worker: WorkerPool, name: 
 
 def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     """Return bytes: peak of full tensors on a rank, largest tensor, replicated tensors, all tensors."""
-    context = ParallelContext.from_world({"tensor": 2, "data": 1})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "data": 1})
     module, cls, arguments = MODELS[name]
     with shardformer.meta_init.LazyInit():
         model = getattr(timm(f"models.{module}"), cls)(**{**arguments, "depth": 6})

@@ -23,7 +23,7 @@ from shardformer.layout.sharding_metadata import GradientReduction
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.ops import seeing_parts
@@ -58,7 +58,7 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
     model = Small(name, changes)().double()
     x = images(0)["x"].double()
     reference = ReferenceGradients.from_model(model, lambda sharded: sharded(x))
-    policy = type(resolve_policy(model, None)[0])
+    policy = type(resolve_policy_and_origin(model, None)[0])
     return [
         f"over {n}: {said}" for n in ranks if (said := validate_policy(reference, policy, n, **options)) is not None
     ]
@@ -200,7 +200,7 @@ def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
 
     The first layer drops none, and a recomputation ends before the last DropPath of a layer.
     """
-    context = ParallelContext.from_world({"tensor": 2, "data": 1})
+    context = ParallelContext.from_default_process_group({"tensor": 2, "data": 1})
     torch.manual_seed(0)
     model: Any = Small("vit", {"drop_path_rate": 0.5, "depth": 4})()
     found: list[list[bool]] = []

@@ -68,7 +68,7 @@ def _build(family: str) -> nn.Module:
 
 def _worst_difference(family: str, sequence_parallel: bool) -> float:
     batch = RandomBatchFactory(LANGUAGE_MODEL[family])(0)
-    context = ParallelContext.from_world({})
+    context = ParallelContext.from_default_process_group({})
     model = shard_model(
         _build(family), config=ShardConfig(context=context, enable_sequence_parallelism=sequence_parallel)
     )

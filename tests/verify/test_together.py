@@ -12,13 +12,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import iter_batches_with_media_tokens, iter_known_inputs, make_forward_fn
+from shardformer.discovery.example_inputs import (
+    iter_batches_with_media_tokens,
+    iter_inputs_for_known_arguments,
+    make_forward_fn,
+)
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import get_special_token_ids
 from shardformer.verify import model_source
 from shardformer.verify import model_source as any_type
-from shardformer.verify.model_source import ReducedModelFactory, find_model_source, get_all_model_classes_by_type
+from shardformer.verify.model_source import ReducedModelFactory, find_model_source, get_main_class_names_by_model_type
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, get_rank_batch
 from shardformer.verify.training_options import VerifyTraining
 from tests.sharding.plain_models import in_fp64
@@ -65,13 +69,13 @@ def of_clip(step: int) -> Mapping[str, Tensor]:
 
 def of_qwen(step: int) -> Mapping[str, Tensor]:
     model = qwen()
-    return next(iter_batches_with_media_tokens(model, dict(iter_known_inputs(model))))
+    return next(iter_batches_with_media_tokens(model, dict(iter_inputs_for_known_arguments(model))))
 
 
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
 def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
-    batch = next(iter_batches_with_media_tokens(model, dict(iter_known_inputs(model))))
+    batch = next(iter_batches_with_media_tokens(model, dict(iter_inputs_for_known_arguments(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
@@ -79,7 +83,7 @@ def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[in
 
 def test_a_model_without_image_tokens_has_no_placeholders() -> None:
     model = clip()
-    assert [*iter_batches_with_media_tokens(model, dict(iter_known_inputs(model)))] == []
+    assert [*iter_batches_with_media_tokens(model, dict(iter_inputs_for_known_arguments(model)))] == []
 
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
@@ -110,7 +114,7 @@ def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> 
 
 def test_every_model_type_has_a_class() -> None:
     known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
-    assert known.items() <= get_all_model_classes_by_type().items()
+    assert known.items() <= get_main_class_names_by_model_type().items()
 
 
 @pytest.fixture

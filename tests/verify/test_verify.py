@@ -21,7 +21,7 @@ from shardformer.comm.collectives import PendingCollective
 from shardformer.config import ShardConfig
 from shardformer.gradients import clipping as grad_norm
 from shardformer.layout.activation_layout import ModelRegion
-from shardformer.layout.shard_spec import ShardSpec, Split, get_even_bounds
+from shardformer.layout.shard_spec import ShardSpec, Split, get_even_split_bounds
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
@@ -83,20 +83,20 @@ def own_part_in_zeros(
     x: Tensor, axis: Axis, dim: int, full: int | None = None, *, lengths: Sequence[int] = (), **_: Any
 ) -> Tensor:
     full = sum(lengths) if full is None else full
-    bounds = get_even_bounds(full, axis.size)
+    bounds = get_even_split_bounds(full, axis.size)
     joined = x.new_zeros([full if d == dim else n for d, n in enumerate(x.shape)])
     joined.narrow(dim, bounds[axis.rank], x.shape[dim]).copy_(x)
     return joined
 
 
 def own_ring(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
-    bounds = get_even_bounds(full, axis.size)
+    bounds = get_even_split_bounds(full, axis.size)
     return make(bounds[axis.rank], bounds[axis.rank + 1])
 
 
 def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
     """The shards of other ranks are zero."""
-    bounds = get_even_bounds(full, axis.size)
+    bounds = get_even_split_bounds(full, axis.size)
     joined = own_part_in_zeros(x, axis, 1, full)
     for start, end in pairwise(bounds):
         use(joined[:, start:end], start, end)
@@ -135,7 +135,7 @@ def shared_heads_alone() -> Any:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_reduction(spec: ShardSpec, *args: Any) -> Any:
             reduction = original(spec, *args)
-            return reduction if spec.is_partition else replace(reduction, sum_over=())
+            return reduction if spec.stores_each_element_once else replace(reduction, sum_over=())
 
         return get_reduction
 

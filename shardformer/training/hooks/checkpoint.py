@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from shardformer.checkpoint.directory import get_step_folder
+from shardformer.checkpoint.directory import get_checkpoint_folder
 from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.errors import ConfigError, check_choice, check_int, check_number
@@ -20,7 +20,7 @@ from shardformer.training.hook import (
     Hook,
     Mode,
     TrainerProtocol,
-    check_has_validation_data,
+    check_trainer_has_validation_data,
     get_metric_value,
     is_improvement,
 )
@@ -104,16 +104,16 @@ class Checkpoint(Hook):
 
     def setup(self, trainer: TrainerProtocol) -> None:
         if self.keeps_best:
-            check_has_validation_data(self, trainer)
+            check_trainer_has_validation_data(self, trainer)
         self._engine = trainer.engine
-        trainer.on_save(self._save_checkpoint)
+        trainer.on_save(self._save_unless_already_saved)
         trainer.synchronize_ranks()
         acquire_checkpoint_lock(self.directory, self, trainer.engine.world)
         if not has_checkpoint(self.directory, trainer.engine.world):
             return
         if self.resume:
             trainer.load(self.directory)
-            self._reset_missing_best_checkpoint(trainer)
+            self._reset_best_if_checkpoint_missing(trainer)
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
@@ -160,7 +160,7 @@ class Checkpoint(Hook):
             return
         if self.best_step is not None and self.best_step != trainer.step:
             trainer.synchronize_ranks()
-            trainer.engine.load(get_step_folder(self.directory, self.best_step))
+            trainer.engine.load(get_checkpoint_folder(self.directory, self.best_step))
         elif self.best_step is None and trainer.is_first:
             text = f"No best checkpoint was loaded, because no validation had a number for {self.metric!r}."
             warnings.warn(text, stacklevel=2)
@@ -177,11 +177,11 @@ class Checkpoint(Hook):
         is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
-    def _reset_missing_best_checkpoint(self, trainer: TrainerProtocol) -> None:
+    def _reset_best_if_checkpoint_missing(self, trainer: TrainerProtocol) -> None:
         """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
         if self.best_step is None:
             return
-        folder = get_step_folder(self.directory, self.best_step)
+        folder = get_checkpoint_folder(self.directory, self.best_step)
         if run_on_first_rank(folder.is_dir, trainer.engine.world, f"Looking into {self.directory}"):
             return
         self.best_value = self.best_step = None
@@ -189,7 +189,7 @@ class Checkpoint(Hook):
             text = f"The best checkpoint {folder} no longer exists. The next validation sets a new best value."
             warnings.warn(text, stacklevel=2)
 
-    def _save_checkpoint(self, *, extra: Any, position: dict[str, Any]) -> None:
+    def _save_unless_already_saved(self, *, extra: Any, position: dict[str, Any]) -> None:
         self._saved_at = time.monotonic()
         if self._saved == (self._engine.steps, self.best_step):
             return

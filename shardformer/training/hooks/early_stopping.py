@@ -10,7 +10,7 @@ from shardformer.training.hook import (
     Hook,
     Mode,
     TrainerProtocol,
-    check_has_validation_data,
+    check_trainer_has_validation_data,
     get_metric_value,
     is_improvement,
 )
@@ -48,7 +48,7 @@ class EarlyStopping(Hook):
         self.without_progress = 0
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_has_validation_data(self, trainer)
+        check_trainer_has_validation_data(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         value = get_metric_value(self, self.metric, trainer)

@@ -19,8 +19,8 @@ from shardformer.errors import (
     suggest_similar_names,
 )
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.training.data_loader import to_forward_kwargs
-from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation_data
+from shardformer.training.data_loader import batch_to_forward_kwargs
+from shardformer.training.hook import Hook, TrainerProtocol, check_trainer_has_validation_data
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
@@ -64,12 +64,12 @@ class Metrics(Hook):
         self._with_perplexity = PERPLEXITY in names
         self._functions: dict[str, Callable[[NDArray[Any], NDArray[Any]], float]] = {
             **{name: _get_sklearn_metric_fn(name) for name in names if name != PERPLEXITY},
-            **{name: _to_metric_fn(name, function) for name, function in functions.items()},
+            **{name: _convert_user_metric_to_fn(name, function) for name, function in functions.items()},
         }
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_has_validation_data(self, trainer)
+        check_trainer_has_validation_data(self, trainer)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         self._pairs = []
@@ -82,7 +82,7 @@ class Metrics(Hook):
         output = _get_logits(engine.predict(batch))
         labels = _get_labels(batch, engine.model)
         if labels.is_floating_point():
-            self._pairs.append(_to_labels_and_predictions(labels, output.cpu()))
+            self._pairs.append(_get_labels_and_predictions(labels, output.cpu()))
             return
         if labels.dim() == output.dim():
             raise InputError(
@@ -126,7 +126,7 @@ class Metrics(Hook):
             trainer.values[f"validation/{name}"] = value
 
 
-def _to_labels_and_predictions(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _get_labels_and_predictions(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels and predictions to compare in a regression or a multi-label classification."""
     logits = logits.squeeze(-1) if logits.dim() > labels.dim() else logits
     if logits.shape != labels.shape:
@@ -152,7 +152,7 @@ def _get_logits(model_output: Any) -> Tensor:
 
 def _get_labels(batch: Any, model: nn.Module) -> Tensor:
     """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
-    named = to_forward_kwargs(batch, model, has_target=True)
+    named = batch_to_forward_kwargs(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -185,17 +185,22 @@ def _get_sklearn_metric_fn(metric_name: str) -> Callable[[NDArray[Any], NDArray[
     return found  # type: ignore[no-any-return]
 
 
-def _to_metric_fn(metric_name: str, metric: Any) -> Callable[[NDArray[Any], NDArray[Any]], float]:
+def _convert_user_metric_to_fn(
+    metric_name: str, function_or_torchmetric: Any
+) -> Callable[[NDArray[Any], NDArray[Any]], float]:
     def compute_metric(labels: NDArray[Any], predictions: NDArray[Any]) -> float:
-        metric.reset()
-        metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
-        return float(metric.compute())
+        function_or_torchmetric.reset()
+        function_or_torchmetric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
+        return float(function_or_torchmetric.compute())
 
-    if all(hasattr(metric, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
+    if all(
+        hasattr(function_or_torchmetric, name) for name in ("update", "compute", "reset")
+    ):  # a metric of torchmetrics
         return compute_metric
-    if not callable(metric):
+    if not callable(function_or_torchmetric):
         raise ConfigError(
-            f"Metrics({metric_name}=...) must be a function or a torchmetrics metric, but got {metric!r:.60}.",
+            f"Metrics({metric_name}=...) must be a function or a torchmetrics metric, but got "
+            f"{function_or_torchmetric!r:.60}.",
             remedy=f"Pass a function, as in Metrics({metric_name}=lambda labels, predictions: ...).",
         )
-    return metric  # type: ignore[no-any-return]
+    return function_or_torchmetric  # type: ignore[no-any-return]

@@ -61,14 +61,14 @@ class MovingAverage(Hook):
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         engine = trainer.engine
-        _check_engine_is_supported(engine)
+        _check_engine_supports_averaging(engine)
         self._skipped = engine.skipped
         before, is_continued = (
             {**self._averages, **self._pop_averages_from_optimizer(engine)},
             self._step == trainer.step,
         )
         self._averages = {}
-        for _, param in _iter_trainable_params(engine):
+        for _, param in _iter_optimizers_and_params(engine):
             dtype = torch.promote_types(param.dtype, torch.float32)
             initial = before.get(param, param.detach()) if is_continued else param.detach()
             self._averages[param] = initial.to(param.device, dtype, copy=True).view(param.shape)
@@ -88,17 +88,17 @@ class MovingAverage(Hook):
             return
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
-        for _, param in _iter_trainable_params(engine):
+        for _, param in _iter_optimizers_and_params(engine):
             average = self._get_average(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         if self.validate:
             trainer.synchronize_ranks()
-            self._apply_averages(trainer.engine)
+            self._replace_weights_by_averages(trainer.engine)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._restore_weights(trainer.engine)
+        self._restore_trained_weights(trainer.engine)
 
     def before_save(self, trainer: TrainerProtocol) -> None:
         if self._weights is not None:
@@ -115,17 +115,17 @@ class MovingAverage(Hook):
         self._store_averages_in_optimizer(trainer.engine)  # for engine.save and engine.reshard
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._restore_weights(trainer.engine)
+        self._restore_trained_weights(trainer.engine)
         self._pop_averages_from_optimizer(trainer.engine)
 
     @contextmanager
     def applied(self, engine: Engine) -> Iterator[None]:
         """Replace the weights by their averages inside a ``with`` block. All ranks must call it between two steps."""
-        self._apply_averages(engine)
+        self._replace_weights_by_averages(engine)
         try:
             yield
         finally:
-            self._restore_weights(engine)
+            self._restore_trained_weights(engine)
 
     def state(self) -> dict[str, int]:
         return {"updates": self.updates, "step": self._step}
@@ -149,7 +149,7 @@ class MovingAverage(Hook):
 
     def _pop_averages_from_optimizer(self, engine: Engine) -> dict[Tensor, Tensor]:
         found = {}
-        for optimizer, param in _iter_trainable_params(engine):
+        for optimizer, param in _iter_optimizers_and_params(engine):
             if (state := optimizer.state.get(param)) is not None:
                 if KEY in state:
                     found[param] = state.pop(KEY)
@@ -171,23 +171,23 @@ class MovingAverage(Hook):
     # --- averages in place of the weights
 
     @torch.no_grad()
-    def _apply_averages(self, engine: Engine) -> None:
+    def _replace_weights_by_averages(self, engine: Engine) -> None:
         if self._weights is not None:
             raise InputError(
                 "MovingAverage has already replaced the weights by their averages.",
                 remedy="Leave the outer with block first, or pass MovingAverage(validate=False) to validate inside it.",
             )
         averages = [
-            (p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_trainable_params(engine)
+            (p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _iter_optimizers_and_params(engine)
         ]
-        self._weights = [(x, x.detach().clone()) for x in _iter_tensors_to_overwrite(engine)]
+        self._weights = [(x, x.detach().clone()) for x in _iter_weights_to_overwrite(engine)]
         zero = _find_zero_optimizer(engine)
         with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
                 param.copy_(average)
 
     @torch.no_grad()
-    def _restore_weights(self, engine: Engine) -> None:
+    def _restore_trained_weights(self, engine: Engine) -> None:
         """Restore the trained weights after the averages have replaced them. One rank can call this method alone."""
         weights, self._weights = self._weights, None
         if weights is None:
@@ -201,12 +201,12 @@ class MovingAverage(Hook):
                 shard.record_param_versions()
 
 
-def _check_engine_is_supported(engine: Engine) -> None:
+def _check_engine_supports_averaging(engine: Engine) -> None:
     precision, offload = (
         MixedPrecision.from_value(engine.parallel.precision),
         OffloadConfig.from_argument(engine.parallel.offload),
     )
-    if precision.rounding is not None:
+    if precision.weight_rounding_mode is not None:
         raise ConfigError(
             f"MovingAverage does not support MixedPrecision(master_weights={precision.master_weights!r}).",
             remedy="Use precision='bf16' with fp32 master weights, or remove the hook.",
@@ -229,15 +229,15 @@ def _iter_params_with_groups(engine: Engine) -> Iterator[tuple[Optimizer, dict[s
                 yield from ((optimizer, group, param) for param in group["params"])
 
 
-def _iter_trainable_params(engine: Engine) -> Iterator[tuple[Optimizer, Tensor]]:
+def _iter_optimizers_and_params(engine: Engine) -> Iterator[tuple[Optimizer, Tensor]]:
     return ((optimizer, param) for optimizer, _, param in _iter_params_with_groups(engine))
 
 
-def _iter_tensors_to_overwrite(engine: Engine) -> Iterator[Tensor]:
+def _iter_weights_to_overwrite(engine: Engine) -> Iterator[Tensor]:
     """Yield all local tensors that the averaged weights temporarily overwrite."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
-        yield from (param for _, param in _iter_trainable_params(engine))
+        yield from (param for _, param in _iter_optimizers_and_params(engine))
         return
     for shard in zero.shards:
         if shard.has_masters:

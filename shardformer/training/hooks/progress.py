@@ -72,7 +72,7 @@ class Progress(Hook):
         if self._bar is not None:
             self._bar.show(StatusLine.from_trainer(trainer, self._estimate_remaining_seconds(trainer)))
         elif time.perf_counter() - self._printed_at >= self.every_s or trainer.step == trainer.num_steps:
-            self._print_status(trainer)
+            self._print_status_line(trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
@@ -84,7 +84,7 @@ class Progress(Hook):
         if not trainer.is_first:
             return
         if self._bar is None and self._printed_step != trainer.step and trainer.values:
-            self._print_status(trainer)
+            self._print_status_line(trainer)
         self.on_exception(trainer)
         if trainer.stopped_by is not None:
             self._print_line(f"Stopped after step {trainer.step}: {trainer.stopped_by}.")
@@ -100,10 +100,10 @@ class Progress(Hook):
             return None
         return (trainer.num_steps - trainer.step) * (ends[-1] - ends[0]) / (len(ends) - 1)
 
-    def _print_status(self, trainer: TrainerProtocol) -> None:
+    def _print_status_line(self, trainer: TrainerProtocol) -> None:
         self._printed_at, self._printed_step = time.perf_counter(), trainer.step
         line = StatusLine.from_trainer(trainer, self._estimate_remaining_seconds(trainer))
-        self._print_line(GAP.join([f"step {line.step_text}", *line.required[1:], *line.optional]))
+        self._print_line(GAP.join([f"step {line.step_progress_text}", *line.required[1:], *line.optional]))
 
     def _print_line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
@@ -143,19 +143,19 @@ class StatusLine:
         return cls(trainer.step / total if total else None, required, [texts[name] for name in order if name in texts])
 
     @property
-    def step_text(self) -> str:
+    def step_progress_text(self) -> str:
         return self.required[0]
 
     def get_texts_that_fit(self, max_width: int) -> list[str]:
         """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
         shown = list(self.required)
         for text in self.optional:
-            if len(GAP.join([*shown, text])) + self.compute_bar_width(max_width) + 1 > max_width:
+            if len(GAP.join([*shown, text])) + self.compute_progress_bar_width(max_width) + 1 > max_width:
                 break
             shown.append(text)
         return shown
 
-    def compute_bar_width(self, max_width: int) -> int:
+    def compute_progress_bar_width(self, max_width: int) -> int:
         """Return the width of the progress bar in columns, or 0 if the required texts do not leave enough space."""
         if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > max_width:
             return 0
@@ -165,7 +165,7 @@ class StatusLine:
         """Format the status, including the progress bar, in at most ``max_width`` columns."""
         from rich.text import Text
 
-        columns = self.compute_bar_width(max_width)
+        columns = self.compute_progress_bar_width(max_width)
         full = round(columns * (self.done or 0.0))
         done, left = ("#", "-") if ascii_only else ("━", "─")
         bar = (done * full, "bar.complete" if full < columns else "bar.finished"), (left * (columns - full), "bar.back")

@@ -16,7 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardformer.errors import ConfigError
 from shardformer.kernels import attention
 from shardformer.kernels import attention as kernels
-from shardformer.kernels.attention_registration import ATTENTION_NAME, check_flash_attention, use_flash_attention
+from shardformer.kernels.attention_registration import (
+    ATTENTION_NAME,
+    check_flash_attention_is_supported,
+    use_flash_attention,
+)
 
 B, S, VOCAB, HEADS = 3, 7, 61, 4
 CPU = torch.device("cpu")
@@ -292,7 +296,7 @@ def test_attention_dropout_on_the_cpu_raises_before_training(name: str, setting:
     with pytest.raises(ConfigError, match=f"{setting}=0.0"):
         use_flash_attention(model.eval(), CPU)
     assert model.config._attn_implementation == "eager"
-    check_flash_attention(model, torch.device("cuda"))
+    check_flash_attention_is_supported(model, torch.device("cuda"))
 
 
 def test_attention_dropout_set_later_raises_at_the_call() -> None:
@@ -332,7 +336,7 @@ def test_output_attentions_raises() -> None:
 
 def test_fp64_on_cuda_raises() -> None:
     with pytest.raises(ConfigError, match="float64"):
-        check_flash_attention(llama().double(), torch.device("cuda"))
+        check_flash_attention_is_supported(llama().double(), torch.device("cuda"))
 
 
 def test_unsupported_arguments_raise_with_the_reasons_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

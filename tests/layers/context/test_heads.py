@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from shardformer.context_parallel.ulysses import (
-    HeadExchange,
-    assign_key_heads,
-    assign_query_heads,
-    exchange_heads_for_positions,
-    exchange_positions_for_heads,
+    UlyssesHeadExchange,
+    assign_key_heads_to_ranks,
+    assign_query_heads_to_ranks,
+    gather_heads_and_scatter_positions,
+    scatter_heads_and_gather_positions,
 )
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -32,7 +32,7 @@ B, WIDTH = 2, 3
 def test_ulysses_exchange_and_its_gradients(queries: int, keys: int, ranks: int) -> None:
     torch.manual_seed(0)
     stretches = tuple(range(2, 2 + ranks))
-    heads = assign_key_heads(assign_query_heads(queries, ranks), queries, keys)
+    heads = assign_key_heads_to_ranks(assign_query_heads_to_ranks(queries, ranks), queries, keys)
     full = torch.randn(B, keys, sum(stretches), WIDTH, dtype=torch.float64, requires_grad=True)
     grads = [torch.randn_like(full[:, list(mine)]) for mine in heads]
     (expected,) = torch.autograd.grad([full[:, list(mine)] for mine in heads], [full], [grad.clone() for grad in grads])
@@ -40,7 +40,7 @@ def test_ulysses_exchange_and_its_gradients(queries: int, keys: int, ranks: int)
     def exchange(context: ParallelContext) -> tuple[Tensor, Tensor]:
         axis = context.sequence
         own = full.detach().split(stretches, 2)[axis.rank].clone().requires_grad_()
-        there = exchange_positions_for_heads(own, HeadExchange(axis, heads, stretches, keys))
+        there = scatter_heads_and_gather_positions(own, UlyssesHeadExchange(axis, heads, stretches, keys))
         there.backward(grads[axis.rank])
         assert own.grad is not None
         return there.detach(), own.grad
@@ -58,7 +58,9 @@ def test_exchanging_heads_twice_is_the_identity(count: int, ranks: int) -> None:
 
     def back(context: ParallelContext) -> bool:
         own = full.split(stretches, 2)[context.sequence.rank]
-        exchange = HeadExchange(context.sequence, assign_query_heads(count, ranks), stretches, count)
-        return torch.equal(exchange_heads_for_positions(exchange_positions_for_heads(own, exchange), exchange), own)
+        exchange = UlyssesHeadExchange(context.sequence, assign_query_heads_to_ranks(count, ranks), stretches, count)
+        return torch.equal(
+            gather_heads_and_scatter_positions(scatter_heads_and_gather_positions(own, exchange), exchange), own
+        )
 
     assert all(run_as_threads(back, sequence=ranks))

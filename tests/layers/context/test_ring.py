@@ -14,8 +14,8 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.context_parallel import masks
 from shardformer.context_parallel import masks as mask
 from shardformer.context_parallel.attention_kernels import AttentionDropout, AttentionScoreOptions, RelativePositionBias
-from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal_mask_predicate
-from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
+from shardformer.context_parallel.masks import ChunkedAttentionMask, Predicate, causal_mask_predicate
+from shardformer.context_parallel.ring_attention import RingKVExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequenceLayout
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -99,8 +99,8 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
     dropout = AttentionDropout(0.3, 5, torch.arange(HEADS)) if case["scores"] == "dropped" else None
     how = AttentionScoreOptions(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
 
-    def mask() -> ChunkedMask:
-        return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, use_vmap=kind.by_vmap)
+    def mask() -> ChunkedAttentionMask:
+        return ChunkedAttentionMask(kind.predicate, kind.padding, positions, positions, BATCH, use_vmap=kind.by_vmap)
 
     indices = torch.arange(length)
     line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
@@ -115,7 +115,7 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
         at = positions.get_positions_of_rank(context.sequence.rank)
         mine = [t.detach()[:, :, at].requires_grad_() for t in tensors]
         own = [None if x is None else x.detach().requires_grad_() for x in (sinks, line)]
-        out = ring_attention(*mine, RingExchange(context.sequence, mask(), how, case["gathers"]), *own)
+        out = ring_attention(*mine, RingKVExchange(context.sequence, mask(), how, case["gathers"]), *own)
         inputs = [*mine, *(x for x in own if x is not None)]
         return out.detach(), list(torch.autograd.grad(out, inputs, grad[:, :, at]))
 
@@ -140,8 +140,10 @@ def test_communication_matches_the_formula(predicate: Predicate | None, share: f
         q, k, v = (
             torch.randn(BATCH, heads, length // ring, WIDTH, requires_grad=True) for heads in (HEADS, KEYS, KEYS)
         )
-        travel = RingExchange(
-            context.sequence, ChunkedMask(predicate, None, positions, positions, BATCH), AttentionScoreOptions(SCALE)
+        travel = RingKVExchange(
+            context.sequence,
+            ChunkedAttentionMask(predicate, None, positions, positions, BATCH),
+            AttentionScoreOptions(SCALE),
         )
         with CollectiveRecorder(context) as recorder:
             ring_attention(q, k, v, travel).sum().backward()
@@ -163,8 +165,10 @@ def test_keys_are_sent_only_to_ranks_within_the_window() -> None:
                 q,
                 k,
                 v,
-                RingExchange(
-                    context.sequence, ChunkedMask(window, None, positions, positions, 1), AttentionScoreOptions(1.0)
+                RingKVExchange(
+                    context.sequence,
+                    ChunkedAttentionMask(window, None, positions, positions, 1),
+                    AttentionScoreOptions(1.0),
                 ),
             )
         return recorder.count("send")
@@ -190,8 +194,10 @@ def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
             mine = [x[:, :, own].requires_grad_() for x in (q, k, v)]
             out = ring_attention(
                 *mine,
-                RingExchange(
-                    context.sequence, ChunkedMask(causal_mask_predicate, None, at, at, 1), AttentionScoreOptions(0.25)
+                RingKVExchange(
+                    context.sequence,
+                    ChunkedAttentionMask(causal_mask_predicate, None, at, at, 1),
+                    AttentionScoreOptions(0.25),
                 ),
             )
             return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
@@ -215,9 +221,9 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
     positions, chunks = SequenceLayout(16, 2), range(4)
 
     def found() -> dict[tuple[int, int], masks.ChunkVisibility]:
-        monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
-        sees = ChunkedMask(predicate, None, positions, positions, 1)
-        return {(row, col): sees.get_visibility(row, col) for row in chunks for col in chunks}
+        monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._ChunkVisibilityCache())
+        sees = ChunkedAttentionMask(predicate, None, positions, positions, 1)
+        return {(row, col): sees.get_chunk_visibility(row, col) for row in chunks for col in chunks}
 
     at_once = found()
     monkeypatch.setattr(mask, "POSITIONS_PER_CALL", 1)
@@ -225,15 +231,15 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
 
 
 def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
+    monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._ChunkVisibilityCache())
     positions = SequenceLayout(16, 2)
 
     def looking_back(size: int) -> Predicate:
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
-    wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.get_visibility(3, 0) is masks.ChunkVisibility.ALL
-    assert narrow.get_visibility(3, 0) is masks.ChunkVisibility.NOTHING
+    wide, narrow = (ChunkedAttentionMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
+    assert wide.get_chunk_visibility(3, 0) is masks.ChunkVisibility.ALL
+    assert narrow.get_chunk_visibility(3, 0) is masks.ChunkVisibility.NOTHING
 
 
 def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +248,9 @@ def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -
 
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
-            ChunkedMask(
+            ChunkedAttentionMask(
                 causal_mask_predicate, None, SequenceLayout(length, 2), SequenceLayout(length, 2), 1
-            ).get_visibility(0, 0)
+            ).get_chunk_visibility(0, 0)
         all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._VISIBILITY_CACHE.masks.values()]
 

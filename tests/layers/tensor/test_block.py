@@ -227,7 +227,7 @@ def compared(
     x_grad: bool = True,
 ) -> dict[str, float]:
     """Return the differences of the output and all gradients; 9 if only one model has a gradient."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     plain, ours = Stack(body, call), Stack(body, call)
     for stack in (plain, ours):
         for name, p in stack.named_parameters():
@@ -304,7 +304,7 @@ def test_block_with_frozen_weights_equals_the_plain_module(
 
 
 def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tuple[list[Any], list[Any]]:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     stack = Stack(body, once)
     cut(stack, axis, mode)
     for p in stack.parameters():
@@ -353,7 +353,7 @@ def test_a_function_of_the_block_input_costs_one_more_collective(pool2: WorkerPo
 
 def with_a_shorter_input(mode: str) -> None:
     stack = Stack(straight, lambda block, x: block(x[:, :1]))
-    cut(stack, ParallelContext.from_world({}).tensor, mode)
+    cut(stack, ParallelContext.from_default_process_group({}).tensor, mode)
     stack(torch.randn(B, S, H).double())
 
 
@@ -368,7 +368,7 @@ def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> No
 
 def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:
     """Return whether the input of the block is freed after the backward pass."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     stack = Stack(straight, call)
     block = cut(stack, axis, mode)
     seen: list[Any] = []
@@ -398,7 +398,9 @@ class Offsets(nn.Module):
 
 
 def offsets_in_eval_mode() -> list[float]:
-    stream = ActivationSharding(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, has_random_ops=True)
+    stream = ActivationSharding(
+        SEQUENCE_PARALLEL, ParallelContext.from_default_process_group({}).tensor, has_random_ops=True
+    )
     offsets = Offsets().eval()
     stream.register_token_free_hooks(offsets, has_random_ops=True)
     stream.shard_stack_input(torch.randn(B, S, H), False)

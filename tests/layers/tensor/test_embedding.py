@@ -26,7 +26,7 @@ IDS = torch.tensor([[0, 1, 31, 32, 63], [64, 95, 96, 126, 1]])  # both sides of 
 
 
 def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     torch.manual_seed(3)
     plain = nn.Embedding(V, H, padding_idx).double()
     table = KINDS[kind].from_native_module(plain, axis, **options)
@@ -83,7 +83,7 @@ def test_rows_and_columns_are_split_evenly(pool4: WorkerPool) -> None:
 
 
 def constructed(kind: str) -> list[float]:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     torch.manual_seed(11)
     plain = [nn.Embedding(V, H, padding_idx=3) for _ in range(2)]
     state = torch.get_rng_state()
@@ -104,7 +104,7 @@ def test_direct_construction_gives_the_slice_of_the_plain_layer(pools: WorkerPoo
 
 
 def looked_up(kind: str, token: int) -> None:
-    KINDS[kind](V, H, process_group=ParallelContext.from_world({}).tensor)(torch.tensor([[5, token]]))
+    KINDS[kind](V, H, process_group=ParallelContext.from_default_process_group({}).tensor)(torch.tensor([[5, token]]))
 
 
 @pytest.mark.parametrize("token", [-1, 127, 1000])
@@ -117,7 +117,7 @@ def test_token_outside_the_vocabulary_raises_on_all_ranks(pool2: WorkerPool, tok
 
 
 def of_nothing() -> tuple[int, ...]:
-    table = VocabParallelEmbedding1D(V, H, process_group=ParallelContext.from_world({}).tensor)
+    table = VocabParallelEmbedding1D(V, H, process_group=ParallelContext.from_default_process_group({}).tensor)
     return tuple(table(torch.zeros(2, 0, dtype=torch.long)).shape)
 
 
@@ -127,7 +127,7 @@ def test_empty_batch(pool2: WorkerPool) -> None:
 
 def of_a_broken_row() -> bool:
     """Return whether the output is finite if the first local row, to which other ranks' tokens are mapped, is NaN."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     table = VocabParallelEmbedding1D(V, H, process_group=axis)
     table.weight.data[0] = torch.nan
     return bool(torch.isfinite(table(torch.tensor([1, 70, 100]))).all())
@@ -140,7 +140,7 @@ def test_rows_of_other_tokens_do_not_affect_the_output(pool2: WorkerPool) -> Non
 def kept(kind: str) -> tuple[bool, bool, str]:
     native = nn.Embedding(V, H, padding_idx=2).eval()
     native.weight.requires_grad_(False)
-    table: Any = KINDS[kind].from_native_module(native, ParallelContext.from_world({}).tensor)
+    table: Any = KINDS[kind].from_native_module(native, ParallelContext.from_default_process_group({}).tensor)
     return table.training, table.weight.requires_grad, repr(table)
 
 
@@ -218,7 +218,7 @@ def test_embedding_with_another_forward_raises(kind: type[nn.Embedding]) -> None
 
 
 def from_native(kind: str, module: nn.Module) -> None:
-    KINDS[kind].from_native_module(module, ParallelContext.from_world({}).tensor)
+    KINDS[kind].from_native_module(module, ParallelContext.from_default_process_group({}).tensor)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Found:
 
 
 def compared(case: Case) -> Found:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     plain, layer = case.plain(), case.parallel(axis)
     torch.manual_seed(5)
     x, w = torch.randn(B, S, case.in_features), torch.randn(B, S, case.out_features)
@@ -189,7 +189,7 @@ def test_one_rank_does_not_communicate(pools: WorkerPools, case: Case) -> None:
 
 def constructed(kind: str) -> list[float]:
     """Build two layers, and return the differences of their weights and of the random state after them."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     torch.manual_seed(11)
     plain = [nn.Linear(12, 24) for _ in range(2)]
     state = torch.get_rng_state()
@@ -212,7 +212,7 @@ def test_direct_construction_gives_the_slice_of_the_plain_layer(pools: WorkerPoo
 
 def parts_kept() -> dict[str, Any]:
     """Return the attributes of a layer except its values."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     native = nn.Linear(12, 24).eval()
     native.weight.requires_grad_(False)
     layer: Any = Linear1D_Col.from_native_module(native, axis)
@@ -249,7 +249,7 @@ def test_each_rank_stores_only_its_shard(pool2: WorkerPool) -> None:
 
 def with_given_split(gather_output: bool) -> float:
     """Compare a layer whose split has both ends on rank 0 and the middle on rank 1 with the plain layer."""
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     split = Split((((0, 2), (6, 7)), ((2, 6),)))
     torch.manual_seed(0)
     plain = nn.Linear(5, 7).double()
@@ -265,7 +265,7 @@ def test_custom_split_equals_the_plain_linear(pool2: WorkerPool, gather_output: 
 
 
 def row_with_given_split() -> float:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     split = Split((((0, 2), (6, 7)), ((2, 6),)))
     torch.manual_seed(0)
     plain = nn.Linear(7, 5).double()
@@ -287,11 +287,11 @@ def test_row_parallel_input_follows_a_custom_split(pool2: WorkerPool) -> None:
 
 
 def make(kind: str, *args: Any, **kwargs: Any) -> None:
-    KINDS[kind](*args, process_group=ParallelContext.from_world({}).tensor, **kwargs)
+    KINDS[kind](*args, process_group=ParallelContext.from_default_process_group({}).tensor, **kwargs)
 
 
 def from_native(kind: str, module: nn.Module) -> None:
-    KINDS[kind].from_native_module(module, ParallelContext.from_world({}).tensor)
+    KINDS[kind].from_native_module(module, ParallelContext.from_default_process_group({}).tensor)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -318,7 +318,7 @@ def test_uneven_fused_projections_raise(pool2: WorkerPool) -> None:
 
 
 def head_losses() -> dict[str, float]:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     torch.manual_seed(0)
     plain = nn.Linear(6, 127).double()
     head = VocabParallelLMHead1D.from_native_module(plain, axis)
@@ -359,7 +359,7 @@ def test_expand_repeats_local_groups() -> None:
 
 
 def in_autocast(kind: str) -> tuple[str, str, list[int]]:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     layer = KINDS[kind](8, 12, process_group=axis)
     x = torch.randn(B, S, layer.weight.shape[1], requires_grad=True)
     with CollectiveRecorder(axis) as recorder, torch.autocast("cpu", torch.bfloat16):
@@ -383,7 +383,7 @@ def test_inputs_may_have_any_number_of_dims(pool2: WorkerPool, shape: tuple[int,
 
 
 def on_shape(shape: tuple[int, ...]) -> float:
-    axis = ParallelContext.from_world({}).tensor
+    axis = ParallelContext.from_default_process_group({}).tensor
     torch.manual_seed(0)
     up, down, x = nn.Linear(6, 7).double(), nn.Linear(7, 6).double(), torch.randn(*shape).double()
     want_x, our_x = x.clone().requires_grad_(), x.clone().requires_grad_()

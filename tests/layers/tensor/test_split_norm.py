@@ -9,24 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.kernels.fused_ops import make_fused_norm
-from shardformer.layout.shard_spec import HeadLayout
+from shardformer.layout.shard_spec import AttentionHeadLayout
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import ShardedNorm
 
 B, S, HEAD_DIM = 2, 3, 4
 LAYOUTS = {
-    "two ranks": HeadLayout(4, 4, HEAD_DIM, 2),
-    "uneven": HeadLayout(5, 5, HEAD_DIM, 3),
-    "one head of four ranks": HeadLayout(4, 1, HEAD_DIM, 4),
-    "two heads of two or three ranks": HeadLayout(6, 2, HEAD_DIM, 4),
-    "heads that come in repeated": HeadLayout(8, 2, HEAD_DIM, 3),
+    "two ranks": AttentionHeadLayout(4, 4, HEAD_DIM, 2),
+    "uneven": AttentionHeadLayout(5, 5, HEAD_DIM, 3),
+    "one head of four ranks": AttentionHeadLayout(4, 1, HEAD_DIM, 4),
+    "two heads of two or three ranks": AttentionHeadLayout(6, 2, HEAD_DIM, 4),
+    "heads that come in repeated": AttentionHeadLayout(8, 2, HEAD_DIM, 3),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout) -> None:
+def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: AttentionHeadLayout) -> None:
     torch.manual_seed(0)
     width, ranks = layout.num_kv_heads * HEAD_DIM, range(layout.num_ranks)
     plain: nn.Module = kind(width).double()
@@ -67,7 +67,7 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
         torch.testing.assert_close(of_param, p.grad, rtol=0, atol=1e-12)
 
 
-def _indices(layout: HeadLayout, rank: int) -> Tensor:
+def _indices(layout: AttentionHeadLayout, rank: int) -> Tensor:
     """Return the input features of a rank: its own, or one KV head for each query head."""
     held, expand = layout.get_kv_split().indices(rank), layout.get_local_kv_head_per_query(rank)
     return held if expand is None else held.view(-1, HEAD_DIM)[expand].flatten()

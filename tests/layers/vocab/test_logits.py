@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_logits import LOGITS_RULES, VocabParallelLogits, wrap_local_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import (
+    LOGITS_RULES,
+    VocabParallelLogits,
+    wrap_local_logits_as_full_logits,
+)
 from tests.layers.vocab.vocab import SHAPE, B, S, V, make, own, plain_of, same
 
 MASK = torch.arange(V) % 3 == 0
@@ -344,7 +348,7 @@ def test_invalid_call_raises_the_error_of_torch(pool2: WorkerPool, how: str) -> 
 
 def test_logits_on_one_rank_are_plain() -> None:
     x = torch.randn(2, 3)
-    assert wrap_local_logits(x, Axis("tensor"), [0, 3]) is x
+    assert wrap_local_logits_as_full_logits(x, Axis("tensor"), [0, 3]) is x
 
 
 def test_rules_name_functions_of_torch() -> None:

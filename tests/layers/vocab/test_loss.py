@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel import vocab_parallel_loss
@@ -36,7 +36,7 @@ def sharded_loss(
 ) -> Loss:
     """Return the loss and the local slice of the gradient."""
     axis = Axis.of(None)
-    bounds = bounds or get_even_bounds(logits_TV.shape[1], axis.size)
+    bounds = bounds or get_even_split_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     with mock.patch.dict(vocab_parallel_loss.CHUNK_BYTES, cpu=chunk_bytes):
         loss = vocab_parallel_cross_entropy(local_Tv, targets_T, axis, bounds, **options)
@@ -48,7 +48,7 @@ def sharded_loss(
 def recorded_traffic(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> list[tuple[str, str, int]]:
     """Return (kind, purpose, bytes) of each collective in the forward and the backward pass."""
     axis = Axis.of(None)
-    bounds = get_even_bounds(logits_TV.shape[1], axis.size)
+    bounds = get_even_split_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     with CollectiveRecorder(axis) as recorder:
         vocab_parallel_cross_entropy(local_Tv, targets_T, axis, bounds, **options).sum().backward()
@@ -57,7 +57,7 @@ def recorded_traffic(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> li
 
 def refused_before_anything_is_sent(logits_TV: Tensor, targets_T: Tensor) -> str:
     axis = Axis.of(None)
-    bounds = get_even_bounds(logits_TV.shape[1], axis.size)
+    bounds = get_even_split_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]]
     recorder = CollectiveRecorder(axis)
     try:
@@ -71,7 +71,7 @@ def refused_before_anything_is_sent(logits_TV: Tensor, targets_T: Tensor) -> str
 
 def by_process_group(logits_TV: Tensor, targets_T: Tensor, vocab_size: int | None) -> Loss:
     axis = Axis.of(None)
-    bounds = get_even_bounds(logits_TV.shape[-1], axis.size)
+    bounds = get_even_split_bounds(logits_TV.shape[-1], axis.size)
     local = logits_TV[..., bounds[axis.rank] : bounds[axis.rank + 1]]
     module = DistCrossEntropyLoss(ignore_index=5, process_group=axis.group, vocab_size=vocab_size)
     return cross_entropy_1d(local, targets_T, 5, torch.distributed.group.WORLD, vocab_size), module(local, targets_T)

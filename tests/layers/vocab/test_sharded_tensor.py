@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import InputError
-from shardformer.layout.shard_spec import get_even_bounds
+from shardformer.layout.shard_spec import get_even_split_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, wrap_local_logits_as_full_logits
 from tests.layers.vocab.vocab import SHAPE, B, S, V, make, own, plain_of, same
 
 MASK = torch.arange(V) % 3 == 0
@@ -92,7 +92,11 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x @ self.weight.T
-        return wrap_local_logits(out, Axis.of(None), get_even_bounds(V, Axis.of(None).size)) if self.sharded else out
+        return (
+            wrap_local_logits_as_full_logits(out, Axis.of(None), get_even_split_bounds(V, Axis.of(None).size))
+            if self.sharded
+            else out
+        )
 
 
 def handed_on_by_autograd(how: str) -> None:
@@ -208,7 +212,7 @@ def cut_head(model: nn.Module, name: str, axis: Axis) -> None:
     """Let the head return the local columns. The gradient below it is then one summand per rank."""
 
     def cut(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return wrap_local_logits(own(out), axis, get_even_bounds(V, axis.size))
+        return wrap_local_logits_as_full_logits(own(out), axis, get_even_split_bounds(V, axis.size))
 
     model.get_submodule(name).register_forward_hook(cut)
 

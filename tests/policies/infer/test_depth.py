@@ -19,7 +19,7 @@ from shardformer.discovery.shrink_config import shrink_config
 from shardformer.discovery.validation import validate_pipeline_stages
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.roles import LayerStack
-from shardformer.shard_model_api import resolve_policy
+from shardformer.shard_model_api import resolve_policy_and_origin
 from shardformer.verify.small_models import count_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
@@ -166,7 +166,7 @@ def tokens(step: int) -> dict[str, Tensor]:
 
 
 def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
-    policy, source = resolve_policy(ScaledToyLM(), None, tp_size=1)
+    policy, source = resolve_policy_and_origin(ScaledToyLM(), None, tp_size=1)
     assert source == "the order of its layers"
     assert "No example inputs can be generated for ScaledToyLM" in policy.notes[0]
     report = verify(ScaledToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)

@@ -60,7 +60,7 @@ def test_a_policy_is_derived_for_a_model_with_random_masks(how: str) -> None:
         with fork_rng_with_seed(5):
             torch.testing.assert_close(model(ids).detach(), expected)
 
-    run_as_threads(check, tensor=2, in_turn=True)
+    run_as_threads(check, tensor=2, one_at_a_time=True)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_masked_autoencoder_is_sharded_with_and_without_noise_in_the_batch() -
             with fork_rng_with_seed(3):
                 assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-9)
 
-    run_as_threads(check, tensor=2, in_turn=True)
+    run_as_threads(check, tensor=2, one_at_a_time=True)
 
 
 def test_threads_in_turn_have_separate_random_states() -> None:
@@ -98,7 +98,7 @@ def test_threads_in_turn_have_separate_random_states() -> None:
     with fork_rng_with_seed(1):
         expected = [f() for _ in range(3) for f in (lambda: torch.rand(()).item(), numpy.random.rand, random.random)]
     with fork_rng_with_seed(1):
-        first, second = run_as_threads(draw, tensor=2, in_turn=True)
+        first, second = run_as_threads(draw, tensor=2, one_at_a_time=True)
     assert first == second == pytest.approx(expected)
 
 

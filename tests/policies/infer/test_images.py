@@ -19,7 +19,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.discovery.derive_policy import derive_policy_from_forward
 from shardformer.discovery.reduced_model import UNTRIED, reduce_model
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.layout.sharding_metadata import get_metadata, get_shard_specs
+from shardformer.layout.sharding_metadata import get_shard_specs, get_sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import SequenceParallelHints
@@ -151,7 +151,7 @@ def check(
             sharded_loss = loss_of(model(**batch), batch)
             sharded_loss.backward()
         torch.testing.assert_close(sharded_loss.detach(), loss.detach())
-        specs, coords = get_shard_specs(model), get_metadata(model).coords
+        specs, coords = get_shard_specs(model), get_sharding_metadata(model).coords
         for name, p in model.named_parameters():
             if (grad := gradients[name]) is not None:
                 assert p.grad is not None, name
@@ -284,7 +284,7 @@ def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() ->
 
     def check_dtype(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
-        stages = get_metadata(model).stages
+        stages = get_sharding_metadata(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
         with stages.placeholders.include_placeholders():

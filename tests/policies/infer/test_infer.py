@@ -74,7 +74,7 @@ def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.from_sizes({"tensor": 2}, {"tensor": 1})))
     plan = make_sharding_plan(model, policy)
-    replaced = [line for line in plan.get_fingerprint_lines() if " -> " in line]
+    replaced = [line for line in plan.get_lines_to_compare_across_ranks() if " -> " in line]
     blocks = sorted(str(block) for _, block in plan.blocks)
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
@@ -279,7 +279,7 @@ def test_a_sharded_model_is_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigError, match="is already sharded"):
             derive_policy(model)
 
-    run_as_threads(refused, in_turn=True, tensor=2)
+    run_as_threads(refused, one_at_a_time=True, tensor=2)
 
 
 @pytest.mark.slow

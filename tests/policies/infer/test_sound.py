@@ -14,13 +14,13 @@ from torch import nn
 
 from shardformer.discovery.derive_policy import derive_policy, derive_policy_from_forward
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
-from shardformer.discovery.reduced_model import ReferenceGradients, compute_probe_loss, reduce_model
+from shardformer.discovery.reduced_model import ReferenceGradients, compute_loss_from_all_outputs, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.experts import describe_experts
+from shardformer.policies.experts import describe_expert_sharding
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input
@@ -28,11 +28,11 @@ from shardformer.tensor_parallel.linear_communication import prepare_extra_block
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
     output = {"logits": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
-    assert compute_probe_loss({"logits": output["logits"].flip(-1)}) != compute_probe_loss(output)
-    assert compute_probe_loss({"logits": output["logits"].flip(0)}) != compute_probe_loss(output)
-    of_other_samples = compute_probe_loss({"logits": output["logits"].flip(0)}, equal_sample_weights=True)
+    assert compute_loss_from_all_outputs({"logits": output["logits"].flip(-1)}) != compute_loss_from_all_outputs(output)
+    assert compute_loss_from_all_outputs({"logits": output["logits"].flip(0)}) != compute_loss_from_all_outputs(output)
+    of_other_samples = compute_loss_from_all_outputs({"logits": output["logits"].flip(0)}, equal_sample_weights=True)
     torch.testing.assert_close(
-        of_other_samples, compute_probe_loss(output, equal_sample_weights=True), rtol=1e-12, atol=0
+        of_other_samples, compute_loss_from_all_outputs(output, equal_sample_weights=True), rtol=1e-12, atol=0
     )
 
 
@@ -153,7 +153,10 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     for name in ("up", "down"):
         layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
     describe = partial(
-        describe_experts, layer=layer, path="layers.*", axis=ParallelContext.from_sizes({"tensor": 2}).tensor
+        describe_expert_sharding,
+        layer=layer,
+        layer_path="layers.*",
+        axis=ParallelContext.from_sizes({"tensor": 2}).tensor,
     )
     with pytest.raises(PolicyError, match=r"because several match.*dims=\{'up': 2, 'down': 2\}"):
         describe(Experts("experts", "up", "down", fused=2))

@@ -112,7 +112,7 @@ def test_the_error_for_unknown_inputs_shows_a_working_call() -> None:
         output: Tensor = shardformer.shard_model(fed_like(model), type(policy), context=context)(**batch)
         return output.detach()
 
-    for output in run_as_threads(train, tensor=2, in_turn=True):
+    for output in run_as_threads(train, tensor=2, one_at_a_time=True):
         assert torch.allclose(torch.as_tensor(output), expected, atol=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_the_only_argument_of_a_model_needs_no_known_name(first: nn.Module, batc
         sharded: Any = shardformer.shard_model(copy.deepcopy(model), context=context)
         return sharded(batch).detach(), type(sharded.layers[0][0])
 
-    for output, layer_class in run_as_threads(compute, tensor=2, in_turn=True):
+    for output, layer_class in run_as_threads(compute, tensor=2, one_at_a_time=True):
         assert torch.allclose(output, expected, atol=1e-6)
         assert layer_class is Linear1D_Col
 
@@ -160,7 +160,7 @@ def test_the_only_argument_of_a_model_needs_no_known_name(first: nn.Module, batc
 def test_a_model_that_accepts_no_generated_input_asks_for_a_batch() -> None:
     model = ByOneInput(nn.Bilinear(3, 3, 12), nn.Linear(12, 5))
     with pytest.raises(PolicyError, match=r"No example inputs can be generated .*forward\(readings\).*batch="):
-        shardformer.derive_policy(model)
+        shard(model)
 
 
 def fed_like(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 from shardformer.checkpoint.file_format import CheckpointIndex, decode_json_value
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.train_command.build import get_hook_arguments
+from shardformer.train_command.build import get_hook_constructor_arguments
 from shardformer.training import hooks
 from shardformer.training.hook import Hook
 from shardformer.training.trainer import Trainer
@@ -120,7 +120,7 @@ def test_a_tracker_receives_the_name_of_the_run(name: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_is_described_by_its_annotation(name: str) -> None:
-    arguments = get_hook_arguments(getattr(hooks, name))
+    arguments = get_hook_constructor_arguments(getattr(hooks, name))
     assert arguments
     assert [n for n, argument in arguments.items() if not argument.description or argument.annotation is Any] == []
 
