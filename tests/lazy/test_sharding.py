@@ -32,7 +32,7 @@ from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatchFactory, S
 from shardformer.weights.state_dict import full_state_dict
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
-from tests.policies.toy import ToyLM, ToyPolicy
+from tests.policies.toy import ScaledToyLM, ToyLM, ToyPolicy
 
 OPTIONS = {"enable_sequence_parallelism": True, "enable_fused_normalization": True}
 
@@ -156,14 +156,14 @@ def stable_config() -> Any:
 
 
 def test_a_lazy_model_without_a_policy_raises_like_an_eager_model() -> None:
-    lazy, said = built_lazily(ToyLM, 2), []
-    for models in (lazy, [built(ToyLM), built(ToyLM)]):
-        with pytest.raises(PolicyError, match="No policy for ToyLM") as caught:
+    lazy, said = built_lazily(ScaledToyLM, 2), []
+    for models in (lazy, [built(ScaledToyLM), built(ScaledToyLM)]):
+        with pytest.raises(PolicyError, match="No policy for ScaledToyLM") as caught:
             run_as_threads(
                 lambda context, models=models: shard_model(models[context.tensor.rank], context=context), tensor=2
             )
         said.append(str(caught.value))
-    assert said[0] == said[1] and "ToyLM.forward(ids)" in said[0]
+    assert said[0] == said[1] and "ScaledToyLM.forward(ids, scale)" in said[0]
     assert all(p.is_meta for p in lazy[0].parameters())
 
 

@@ -19,6 +19,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory, compute_model_loss
 from shardformer.verify.train_both import PrecomputedOutputModule
 from shardformer.verify.verification import check_policy_can_shard, verify
+from tests.policies.toy import ScaledToyLM
 from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
@@ -117,8 +118,8 @@ def test_checking_the_plan_has_no_side_effects() -> None:
     before = torch.random.get_rng_state()
     check_policy_can_shard(Tower, 2, policy)
     assert policy.model is None and torch.equal(before, torch.random.get_rng_state())
-    with pytest.raises(PolicyError, match="No policy for Tower"):
-        check_policy_can_shard(Tower, 2)
+    with pytest.raises(PolicyError, match="No policy for ScaledToyLM"):
+        check_policy_can_shard(ScaledToyLM, 2)
 
 
 def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> None:
