@@ -134,7 +134,7 @@ def _resolve_export_directory(directory: Any, tensors: ModelTensors, max_file_by
         )
     if name := next((name for name, x in tensors.tensors.items() if x.dtype == torch.complex128), None):
         raise ConfigError(
-            f"{name} has the dtype complex128, which safetensors does not support.",
+            f"safetensors does not support complex128, the dtype of {name}.",
             remedy="Convert it to complex64, or use save_checkpoint, which supports complex128.",
         )
     target = to_absolute_path(directory)
@@ -162,7 +162,7 @@ def check_export_directory(target: Path, model: Any = None) -> None:
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
         raise ConfigError(
-            f"The model cannot be exported to {target}, from which it was loaded.", remedy="Pass another directory."
+            f"Cannot export the model to {target}, because it was loaded from there.", remedy="Pass another directory."
         )
 
 
@@ -276,7 +276,7 @@ def check_model_is_exportable(model: Any, tokenizer: Any = None) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(
                 f"The config or tokenizer of {type(model).__name__} cannot be exported: {reason}.",
-                remedy="Correct it, or disable the export.",
+                remedy="Fix it, or disable the export.",
             ) from error
 
 
