@@ -124,7 +124,7 @@ def check_same_call_and_data(call_name: str, axis: Axis, data_fingerprints: Mapp
             (first, _), other = known[0], next(rank for rank, value in known if value != known[0][1])
             difference, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {first} and {other} have different training data in {call_name}: they {difference}.",
+                f"Ranks {first} and {other} passed different training data to {call_name}: they {difference}.",
                 rule=rule,
                 remedy=remedy,
             )
