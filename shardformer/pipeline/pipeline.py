@@ -311,7 +311,7 @@ class Pipeline:
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 name = path or type(self._model).__name__
                 raise ConfigError(
-                    f"The module {name} is compiled, which pipeline parallelism does not support.",
+                    f"Pipeline parallelism does not support compiled modules, but {name} is compiled.",
                     remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
                 )
 
@@ -669,7 +669,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 def _check_loss_factors_equal(mean: Tensor, mean_square: Tensor) -> None:
     if has_data(mean) and not tolist_or_ones(mean_square - mean.square() <= 1e-11 * mean_square):
         raise make_unsupported_loss_error(
-            "The model multiplies its mean losses by different factors on different data ranks."
+            "The model multiplies its mean losses by different factors on different data-parallel ranks."
         )
 
 
