@@ -127,7 +127,7 @@ class ShardConfig:
 
         rule = f"extra_kwargs is a dict with the keys {', '.join(EXTRA_KWARGS)}"
         is_dict = isinstance(self.extra_kwargs, Mapping)
-        check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
+        check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Set extra_kwargs={'check_inputs': False}")
         self.extra_kwargs = dict(self.extra_kwargs)
         check_names_are_known(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has no key", rule)
         for name, kind, remedy in (
@@ -180,8 +180,8 @@ class ShardConfig:
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"The tensor axis is a grid of {grid} ranks, which tensor_parallel_mode='1d' does not support.",
-                remedy="Use tensor_parallel_mode='2d', '2.5d' or '3d', or pass a single number as the tensor size.",
+                f"tensor_parallel_mode='1d' requires a single tensor size, but got a grid of {grid} ranks.",
+                remedy="Pass a single number as the tensor size, or use tensor_parallel_mode='2d', '2.5d' or '3d'.",
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             size = sizes["sequence"]
@@ -402,7 +402,7 @@ class ParallelConfig:
         """Convert a ParallelConfig, a dict of its fields, or None to a ParallelConfig."""
         if config_or_dict is None or isinstance(config_or_dict, cls):
             return config_or_dict or cls()
-        rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
+        rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Set parallel=ParallelConfig(tensor=2)"
         check_argument("parallel", config_or_dict, isinstance(config_or_dict, dict), rule, remedy)
         return cls.from_dict(config_or_dict)
 
@@ -524,7 +524,7 @@ class ParallelConfig:
 
 def check_compile_option(compile_option: Any) -> None:
     """Raise ConfigError if ``compile`` is neither a bool nor a backend name. The backend is looked up later."""
-    rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
+    rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Set compile=True"
     check_argument(
         "compile", compile_option, isinstance(compile_option, bool | str) and compile_option != "", rule, remedy
     )

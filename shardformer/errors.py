@@ -97,9 +97,9 @@ class WorkerError(ShardFormerError):
 def check_argument(argument_name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
     """Raise ConfigError with the argument's name and value unless ``is_valid`` is true.
 
-    >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
+    >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Set stage=1")
     Traceback (most recent call last):
-    shardformer.errors.ConfigError: stage='x' is not valid. A stage is a number. Write stage=1.
+    shardformer.errors.ConfigError: stage='x' is not valid. A stage is a number. Set stage=1.
     """
     _raise_unless_valid(argument_name, value, is_valid, "is not valid", remedy, rule)
 
@@ -124,16 +124,14 @@ def check_int(
 
     >>> check_int("Throughput.window", 0, unit="steps", example=20)
     Traceback (most recent call last):
-    shardformer.errors.ConfigError: Throughput(window=0) is not an integer of at least 1 (in steps). Write window=20.
+    shardformer.errors.ConfigError: Throughput(window=0) is not an integer of at least 1 (in steps). Set window=20.
     """
     is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     problem = f"is not an integer of at least {minimum}{unit and f' (in {unit})'}"
     suggested = example or max(minimum, 1)
     if isinstance(value, str) and value.isdecimal() and int(value) >= minimum:
         suggested = int(value)
-    _raise_unless_valid(
-        argument_name, value, is_valid, problem, f"Write {_get_argument_name(argument_name)}={suggested}"
-    )
+    _raise_unless_valid(argument_name, value, is_valid, problem, f"Set {_get_argument_name(argument_name)}={suggested}")
 
 
 def check_number(
@@ -149,7 +147,7 @@ def check_number(
 
     >>> check_number("timeout_s", 0, unit="seconds", example=600)
     Traceback (most recent call last):
-    shardformer.errors.ConfigError: timeout_s=0 is not a number above 0 (in seconds). Write timeout_s=600.
+    shardformer.errors.ConfigError: timeout_s=0 is not a number above 0 (in seconds). Set timeout_s=600.
     """
     is_valid = isinstance(value, int | float) and not isinstance(value, bool)
     is_valid = is_valid and (value > 0 if minimum is None else value >= minimum)  # type: ignore[operator]
@@ -157,9 +155,7 @@ def check_number(
     limits = "above 0" if minimum is None else f"of at least {minimum:g}"
     limits += "" if upper_bound is None else f" and below {upper_bound:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
-    _raise_unless_valid(
-        argument_name, value, is_valid, problem, f"Write {_get_argument_name(argument_name)}={example:g}"
-    )
+    _raise_unless_valid(argument_name, value, is_valid, problem, f"Set {_get_argument_name(argument_name)}={example:g}")
 
 
 def check_choice(argument_name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
@@ -183,7 +179,7 @@ def check_choice(argument_name: str, value: object, choices: Iterable[object], r
         suggested, near = same_text[0], ""
     elif isinstance(value, int) and numbers and not is_bool:
         suggested, near = min(numbers, key=lambda n: abs(n - value)), ""
-    remedy = near if near.startswith("Did") else f"Write {_get_argument_name(argument_name)}={suggested!r}"
+    remedy = near if near.startswith("Did") else f"Set {_get_argument_name(argument_name)}={suggested!r}"
     _raise_unless_valid(argument_name, value, False, problem, remedy, rule)
 
 
@@ -194,7 +190,7 @@ def check_bool(argument_name: str, value: object) -> None:
         value,
         isinstance(value, bool),
         "is not True or False",
-        f"Write {_get_argument_name(argument_name)}=True",
+        f"Set {_get_argument_name(argument_name)}=True",
     )
 
 

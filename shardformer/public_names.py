@@ -51,7 +51,7 @@ def make_lazy_getattr_and_all(
             return getattr(import_module(module), original)
         if name in (new_names_by_old_name or {}):
             new = (new_names_by_old_name or {})[name]
-            warnings.warn(f"{package_name}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"{package_name}.{name} is deprecated. Use {new} instead.", DeprecationWarning, stacklevel=2)
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
         # importlib, copy and pickle look up private names
@@ -108,7 +108,7 @@ def deprecate_renamed_arguments(
         if renamed_arguments:
             cls.__init__ = init_with_renamed_args  # type: ignore[method-assign, assignment]
         for old, new in (renamed_attributes or {}).items():
-            setattr(cls, old, _make_deprecated_property(f"{cls.__name__}.{old} is now {new}", new))
+            setattr(cls, old, _make_deprecated_property(f"{cls.__name__}.{old} is deprecated. Use {new} instead.", new))
         return cls
 
     return decorate
@@ -132,7 +132,11 @@ def deprecate_renamed_function_arguments(
             kwargs |= dict(_pop_renamed_arguments(fn.__name__, kwargs, renamed_parameters))
             is_earlier = old_parameter_order and args and not _looks_like_model(args[0])
             if is_earlier and ("model" in kwargs or any(map(_looks_like_model, args[1:2]))):
-                warnings.warn(f"The first argument of {fn.__name__} is now the model", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    f"{fn.__name__} now takes the model as its first argument.",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
                 kwargs |= dict(zip(old_parameter_order, args))
                 args = args[len(old_parameter_order) :]
             return fn(*args, **kwargs)
@@ -155,7 +159,7 @@ def _pop_renamed_arguments(
         new = renamed_arguments[old]
         if new in kwargs:
             raise ConfigError(f"{owner_name} received both {old} and its new name {new}.", remedy=f"Pass only {new}.")
-        warnings.warn(f"{owner_name}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{owner_name}({old}=) is deprecated. Use {new}= instead.", DeprecationWarning, stacklevel=3)
         found.append((new, kwargs.pop(old)))
     return found
 
@@ -199,7 +203,7 @@ class RenamedModuleFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Create a module object that forwards attribute access to the renamed module."""
         new = self._names[spec.name]
-        warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is deprecated. Use {new} instead.", DeprecationWarning, stacklevel=2)
         module = ModuleType(spec.name)
         vars(module)["__getattr__"] = lambda name: getattr(import_module(new), name)
         return module

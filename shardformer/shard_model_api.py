@@ -246,7 +246,7 @@ def _is_policy_or_policy_class(candidate: Any) -> bool:
 def _resolve_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
-            f"The configuration must be a ShardConfig, but got {config!r:.80}.",
+            f"config must be a ShardConfig, but got {config!r:.80}.",
             remedy="Pass an instance, such as ShardConfig(enable_sequence_parallelism=True), or omit the argument.",
         )
     return config or ShardConfig()

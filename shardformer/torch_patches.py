@@ -107,8 +107,8 @@ def replace_attribute(target: Any, attribute_name: str, new_value: Any) -> Undo:
         if (current := getattr(target, attribute_name)) is not new_value:
             where = f"{getattr(target, '__name__', type(target).__name__)}.{attribute_name}"
             raise ConfigError(
-                f"{where} cannot be restored, because another library has patched it later: {current!r}.",
-                remedy="Remove the patch of the other library, then call shardformer.torch_patches.uninstall().",
+                f"{where} cannot be restored, because another library has patched it since: {current!r}.",
+                remedy="Remove the other library's patch, and call shardformer.torch_patches.uninstall() again.",
             )
         setattr(target, attribute_name, original)
 

@@ -85,7 +85,7 @@ def test_an_unknown_field_suggests_the_nearest() -> None:
 @pytest.mark.parametrize("old", RENAMED_FIELDS)
 def test_an_earlier_name_works_with_a_warning(old: str) -> None:
     new, value = RENAMED_FIELDS[old], EVERY_FIELD[RENAMED_FIELDS[old]]
-    with pytest.warns(DeprecationWarning, match=rf"ParallelConfig\({old}=\) is now {new}="):
+    with pytest.warns(DeprecationWarning, match=rf"ParallelConfig\({old}=\) is deprecated. Use {new}= instead"):
         found = ParallelConfig(**NEEDS.get(new, {}), **{old: value})
     assert found == ParallelConfig(**NEEDS.get(new, {}), **{new: value})
     with pytest.raises(ConfigError, match=f"both {old} and its new name {new}"):
@@ -189,9 +189,9 @@ def test_the_zero_stage_has_one_default() -> None:
 
 def test_earlier_attributes_work_with_a_warning() -> None:
     config = ParallelConfig(tensor=2, zero_stage=2)
-    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.zero is now zero_stage"):
+    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.zero is deprecated. Use zero_stage instead"):
         assert config.zero == 2  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.fit is now fit_to"):
+    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.fit is deprecated. Use fit_to instead"):
         assert config.fit(8) == config.fit_to(8)  # type: ignore[attr-defined]
     shard = ShardConfig()
     with pytest.warns(DeprecationWarning):

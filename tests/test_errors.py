@@ -27,9 +27,9 @@ def test_only_similar_names_are_suggested(name: str, known: list[str], suggestio
 @pytest.mark.parametrize(
     ("value", "choices", "remedy"),
     [
-        (4, [None, 0, 1, 2, 3], "Write zero_stage=3"),
-        ("2", [None, 0, 1, 2, 3], "Write zero_stage=2"),
-        ("x", [None, 0, 1], "Write zero_stage=0"),
+        (4, [None, 0, 1, 2, 3], "Set zero_stage=3"),
+        ("2", [None, 0, 1, 2, 3], "Set zero_stage=2"),
+        ("x", [None, 0, 1], "Set zero_stage=0"),
         ("gpip", ["gpipe", "1f1b"], "Did you mean 'gpipe'?"),
     ],
 )
@@ -37,7 +37,7 @@ def test_the_remedy_names_the_choice_that_was_probably_meant(value: object, choi
     with pytest.raises(ConfigError) as raised:
         check_choice("zero_stage", value, choices)
     assert raised.value.remedy == remedy
-    with pytest.raises(ConfigError, match="Write tensor=2"):
+    with pytest.raises(ConfigError, match="Set tensor=2"):
         check_int("tensor", "2")
 
 

@@ -122,7 +122,7 @@ def test_a_shard_as_replicated_input_is_refused(folder: Path) -> None:
         return str(refused.value)
 
     for message in run_as_threads(copy_shard, tensor=2):
-        assert "'ParallelSquaredReLU.weight', which is sharded over the tensor axis" in message
+        assert "'ParallelSquaredReLU.weight' is sharded over the tensor axis" in message
 
 
 def _train(script: Path) -> dict[str, torch.Tensor]:

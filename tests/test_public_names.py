@@ -46,7 +46,7 @@ def test_the_top_level_has_few_names() -> None:
 @pytest.mark.parametrize("old", sorted(shardformer._RENAMED))
 def test_an_earlier_name_warns_and_returns_the_new_one(old: str) -> None:
     new = shardformer._RENAMED[old]
-    with pytest.warns(DeprecationWarning, match=rf"shardformer\.{old} is now {new}$"):
+    with pytest.warns(DeprecationWarning, match=rf"shardformer\.{old} is deprecated. Use {new} instead.$"):
         value = getattr(shardformer, old)
     module, _, name = new.rpartition(".")
     assert value is getattr(importlib.import_module(module), name)
@@ -55,7 +55,7 @@ def test_an_earlier_name_warns_and_returns_the_new_one(old: str) -> None:
 @pytest.mark.parametrize("old", sorted(shardformer._RENAMED_MODULES))
 def test_a_module_is_imported_by_its_earlier_name(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, old, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{old} is now"):
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated"):
         module = importlib.import_module(old)
     new = importlib.import_module(shardformer._RENAMED_MODULES[old])
     names = public(new) or [node.name for node in ast.parse(getsource(new)).body if isinstance(node, ast.ClassDef)]
@@ -63,7 +63,9 @@ def test_a_module_is_imported_by_its_earlier_name(old: str, monkeypatch: pytest.
 
 
 def test_zero_can_still_be_called() -> None:
-    warned = pytest.warns(DeprecationWarning, match=r"shardformer\.zero is now shardformer\.shard_optimizer")
+    warned = pytest.warns(
+        DeprecationWarning, match=r"shardformer\.zero is deprecated. Use shardformer\.shard_optimizer instead"
+    )
     with warned, pytest.raises(shardformer.ConfigError):
         shardformer.zero(1, 2)  # type: ignore[operator]
 
@@ -91,12 +93,12 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
 def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
     context = shardformer.ParallelContext.from_sizes({})
     model = shardformer.shard_model(torch.nn.Linear(2, 2), context=context)
-    with pytest.warns(DeprecationWarning, match="The first argument of shard_optimizer is now the model"):
+    with pytest.warns(DeprecationWarning, match="shard_optimizer now takes the model as its first argument"):
         optimizer = shardformer.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=0)  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="The first argument of save_checkpoint is now the model"):
+    with pytest.warns(DeprecationWarning, match="save_checkpoint now takes the model as its first argument"):
         path = shardformer.save_checkpoint(tmp_path, model, optimizer, step=3)  # type: ignore[arg-type]
     assert path == tmp_path / "step-00000003"
-    with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
+    with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is deprecated. Use directory= instead"):
         assert shardformer.load_checkpoint(model=model, folder=tmp_path, optimizer=optimizer).step == 3  # type: ignore[call-arg]
     assert shardformer.load_checkpoint(model, tmp_path, optimizer).step == 3
     with pytest.raises(shardformer.ConfigError, match="received both folder and its new name directory"):
@@ -105,16 +107,16 @@ def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
 
 def test_policy_methods_with_earlier_names_are_used() -> None:
     """Methods with these names would otherwise be ignored silently."""
-    with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
+    with pytest.warns(DeprecationWarning, match="Mine.whole is deprecated. Use keep_replicated instead"):
 
         class Mine(RolePolicy):
             whole = ("positions",)
 
     assert Mine.keep_replicated == ("positions",)
     policy = Mine()
-    with pytest.warns(DeprecationWarning, match="is now validate"):
+    with pytest.warns(DeprecationWarning, match="Use validate instead"):
         policy.prove = False  # type: ignore[attr-defined]
     assert not policy.validate
-    with pytest.warns(DeprecationWarning, match=r"Attention\(counts=\) is now local_attrs="):
+    with pytest.warns(DeprecationWarning, match=r"Attention\(counts=\) is deprecated. Use local_attrs= instead"):
         made = Attention("attn", Q_K_V_O, counts={"num_heads": "heads"})  # type: ignore[call-arg]
     assert made.local_attrs == {"num_heads": "heads"}

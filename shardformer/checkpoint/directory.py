@@ -94,7 +94,7 @@ def lock_checkpoint_directory(checkpoint_root: Path, step: int, model: nn.Module
         )
     if _was_saved_by_another_model(named, model):
         raise ConfigError(
-            f"Cannot replace the checkpoint {named}, because another model of this process saved it.",
+            f"Cannot replace the checkpoint {named}, because it was saved from another model in this process.",
             remedy="Save each model to its own directory.",
         )
     is_new = acquire_folder_lock(checkpoint_root, model)

@@ -328,8 +328,8 @@ def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPE_NAMES:
         supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
-            f"{tensor_name} has dtype {dtype}, which a checkpoint cannot store.",
-            remedy=f"Convert it to one of the supported dtypes before you save: {supported_dtypes}.",
+            f"The tensor {tensor_name} has dtype {dtype}, which checkpoints do not support.",
+            remedy=f"Before you save, convert it to one of these dtypes: {supported_dtypes}.",
         )
 
 
@@ -376,8 +376,8 @@ def encode_json_value(value: Any, name_in_error: str) -> Any:
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
         f"{name_in_error} is a {type_name}, which cannot be saved in a checkpoint.",
-        remedy=f"Pass its state_dict(), or numbers, strings, tensors or arrays with up to {MOST} elements, or lists, "
-        "tuples, sets or dictionaries of these.",
+        remedy="Pass its state_dict(), or convert it to numbers, strings, tensors, or containers of these. Arrays "
+        f"and tensors may have up to {MOST} elements.",
     )
 
 

@@ -201,8 +201,8 @@ def read_checkpoint_tensors(
                     count += prod(bounds[1])
                 if count != (expected := chunk.values.numel()):
                     raise make_corruption_error(
-                        f"Expected {expected} elements of the requested chunk of {item.name}, but {checkpoint_folder} "
-                        f"contains {count}."
+                        f"The checkpoint {checkpoint_folder} contains {count} of the {expected} elements of the "
+                        f"requested chunk of {item.name}."
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
                     for number, bounds in file_format.find_overlapping_chunks(checkpoint_index.tensors[item.name], box):
@@ -293,7 +293,7 @@ class LoadPlan:
             if name not in self._saved:
                 hint = suggest_similar_names(name, self._saved)
                 raise ConfigError(
-                    f"The weight {name} of this {self._kind} is missing in {self._where}, which was saved from a "
+                    f"The weight {name} of this {self._kind} is missing from {self._where}, which was saved from a "
                     f"{self._saved_kind}.",
                     remedy=f"{hint} Build the model from the config of the saved run.",
                 )
@@ -389,7 +389,7 @@ class LoadPlan:
             passed_names, saved_names = ", ".join(passed), ", ".join(saved) or "no scheduler"
             raise ConfigError(
                 f"scheduler= is {passed_names}, but {self._where} was saved with {saved_names}.",
-                remedy="Pass the same schedulers as to save_checkpoint, or omit scheduler=.",
+                remedy="Pass the same schedulers that you passed to save_checkpoint, or omit scheduler=.",
             )
 
     def _add_rng_states(self) -> None:

@@ -133,9 +133,8 @@ def _collect_states_and_param_groups(
         if model_tensors.has_pipeline_stages and any(group != sorted(group, key=names.index) for group in groups):
             kind = found[0].kind
             raise ConfigError(
-                f"The parameters of {kind} are not in the order of model.parameters(), which pipeline parallelism "
-                "requires.",
-                remedy="Create the optimizer with parameters in this order.",
+                f"Pipeline parallelism requires the parameters of {kind} to be in the order of model.parameters().",
+                remedy="Pass the parameters to the optimizer in this order.",
             )
         return found[0], groups
 

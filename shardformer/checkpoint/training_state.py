@@ -225,7 +225,7 @@ def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_regi
         )
     if is_dtensor(value):
         raise ConfigError(
-            f"{entry_name} is a DTensor, which save_checkpoint does not support.",
+            f"save_checkpoint cannot save {entry_name}, because it is a DTensor.",
             remedy="Use torch.distributed.checkpoint, or replace fully_shard with shard_optimizer(..., stage=3).",
         )
     if value.is_meta:
@@ -275,7 +275,7 @@ class OptimizerStates:
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
-                        remedy="Create the optimizer from model.parameters() after shard_model, and pass this model.",
+                        remedy="After you call shard_model, create the optimizer from the parameters of this model.",
                     )
             self.groups.append(slots)
 
@@ -317,9 +317,8 @@ class OptimizerStates:
             return LocalTensorRegion(state_shape, None, {})
         param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
-            f"Cannot save the state {state_key!r} of {self.kind} for the sharded parameter {optimizer_tensor.name}, "
-            "because "
-            f"its shape {state_shape} differs from the shape {param_shape} of the shard.",
+            f"{self.kind} stores {state_key!r} of shape {state_shape} for the parameter {optimizer_tensor.name}, but "
+            f"the local shard of the parameter has shape {param_shape}.",
             remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
 
@@ -437,7 +436,7 @@ def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpoi
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, but got {type(each).__name__}.",
-                remedy="Pass the optimizer as optimizer= and a scheduler as scheduler=.",
+                remedy="Pass the optimizer as optimizer= and the scheduler as scheduler=.",
             )
         if isinstance(each, ZeroOptimizer) and each is not model_tensors.zero:
             raise ConfigError(

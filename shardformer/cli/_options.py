@@ -127,8 +127,8 @@ def _parse_parallel_config_value(field_name: str, value: Any) -> Any:
     alternatives = f", {flag} balanced or {flag} uniform" if field_name == "partition" else ""
     hint = f" {suggest_similar_names(value, PARTITION_METHODS)}" if alternatives and value.isalpha() else ""
     raise ConfigError(
-        f"{flag} must be a list with one number of layers per stage, but got {value}.",
-        remedy=f"Write {flag} 3,5{alternatives}.{hint}",
+        f"{flag} must list the number of layers of each stage, but got {value}.",
+        remedy=f"Use {flag} 3,5{alternatives}.{hint}",
     )
 
 
@@ -170,7 +170,7 @@ def check_num_processes_within_limit(option_name: str, num_processes: int) -> No
     if num_processes > limit:
         number = num_processes if len(str(num_processes)) < 20 else "too many"
         raise LaunchError(
-            f"{option_name:.60} starts {number} processes, but the limit on this machine is {limit}.",
+            f"{option_name:.60} would start {number} processes, but the limit on this machine is {limit}.",
             remedy="Start one process per device or per CPU core.",
         )
 

@@ -122,7 +122,7 @@ def _check_schedule_fits_drawing_limits(num_stages: int, num_micro_batches: int,
         most = max(MAX_MICRO_BATCHES // num_stages, 1)
         raise ConfigError(
             f"{num_micro_batches} micro-batches over {num_stages} stages are too many to draw.",
-            remedy=f"Use --micro-batches {most} or fewer. The pattern of the schedule is the same.",
+            remedy=f"Use --micro-batches {most} or fewer, which shows the same pattern.",
         )
 
     if num_stages * num_chunks_per_stage * (num_stages + num_micro_batches) > MAX_CELLS:

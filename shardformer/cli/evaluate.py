@@ -80,7 +80,7 @@ def _load_saved_model(model_path: str, config: Path | None, config_overrides: li
         return found.with_config_overrides(config_overrides)
     if config is None:
         raise ConfigError(
-            f"{model_path!r} has no run configuration, which specifies the validation data.",
+            f"The validation data of {model_path!r} is unknown, because it has no run configuration.",
             remedy="Pass a run configuration with --config FILE, or pass the folder of a training run as MODEL.",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]

@@ -181,15 +181,15 @@ def _tokenize_prompt(
     from shardformer.train_command.build import get_max_sequence_length
 
     if not hasattr(tokenizer, "decode"):
-        raise ConfigError("The model has no tokenizer for text.", remedy="Pass a language model with a tokenizer.")
+        raise ConfigError("The model has no tokenizer.", remedy="Pass a language model with a tokenizer.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids: Tensor = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     length, most = ids.shape[1], get_max_sequence_length(model_config)
     if most is not None and not model_config.is_encoder_decoder and length + max_new_tokens > most:
         shorter = f", or --max-new-tokens {most - length}" if length < most else ""
         raise InputError(
-            f"The prompt has {length} tokens and --max-new-tokens is {max_new_tokens}, but the maximum sequence length "
-            f"of the model is {most}.",
+            f"The prompt has {length} tokens and --max-new-tokens is {max_new_tokens}, which together exceed the "
+            f"maximum sequence length of the model, {most}.",
             remedy=f"Use a shorter prompt{shorter}.",
         )
     return ids

@@ -44,7 +44,7 @@ def check_torchrun_options(args: argparse.Namespace) -> None:
         except (OSError, UnicodeError) as error:
             raise LaunchError(
                 f"--local-addr {args.local_addr!r} is not an address of this machine: {error}.",
-                remedy="Write --local-addr 127.0.0.1, or remove it.",
+                remedy="Use --local-addr 127.0.0.1, or remove it.",
             ) from error
 
 
@@ -71,7 +71,7 @@ def _check_process_and_node_counts(torchrun_args: argparse.Namespace) -> None:
     if not 1 <= least <= most <= MAX_NODES:
         raise LaunchError(
             f"--nnodes {torchrun_args.nnodes!r} is neither a number of machines nor a range such as 1:4.",
-            remedy="Write --nnodes 2, or remove it to run on this machine only.",
+            remedy="Use --nnodes 2, or remove it to run on this machine only.",
         )
     if torchrun_args.standalone and most > 1:
         raise LaunchError(
@@ -98,7 +98,7 @@ def _check_timeout_option_values(torchrun_args: argparse.Namespace) -> None:
             value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
             example = 1 if name == "--monitor-interval" else 60
             raise LaunchError(
-                f"{name} {value} is not a number of seconds up to {MAX_TIMEOUT_S}.",
+                f"{name} {value} is not a valid number of seconds. The maximum is {MAX_TIMEOUT_S}.",
                 remedy=f"Use {name} {example}, or remove it.",
             )
 
@@ -109,7 +109,7 @@ def _check_signal_names(signal_names: str) -> None:
         if name not in known:
             hint = suggest_similar_names(name, known)
             raise LaunchError(
-                f"{name!r} in --signals-to-handle {signal_names!r} is not a signal that can be handled.",
+                f"--signals-to-handle {signal_names!r} contains {name!r}, which is not a signal that can be handled.",
                 remedy=f"{hint} Use signal names, such as --signals-to-handle SIGTERM,SIGINT.",
             )
 
@@ -269,7 +269,7 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         reason = get_first_message_line(error)
         raise LaunchError(
             f"An environment variable PET_... has an invalid value: {reason}.",
-            remedy="Correct or unset this default of a torchrun option, for example PET_NNODES=2 or PET_STANDALONE=1.",
+            remedy="Unset the variable, or set it to a valid value, for example PET_NNODES=2 or PET_STANDALONE=1.",
         ) from error
 
 
@@ -325,7 +325,8 @@ def _check_script_exists(torchrun_args: argparse.Namespace) -> None:
             )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
             raise LaunchError(
-                f"The folder {script!r} has no __main__.py.", remedy="Pass the path of a script in the folder."
+                f"Cannot run the folder {script!r}, because it has no __main__.py.",
+                remedy="Pass the path of a script in the folder.",
             )
     if not found:
         kind = "module" if torchrun_args.module else "script"
@@ -334,7 +335,7 @@ def _check_script_exists(torchrun_args: argparse.Namespace) -> None:
         hint, directory = f" {hint}" if hint.startswith("Did") else "", os.getcwd()
         raise LaunchError(
             f"There is no {kind} {script!r} in {directory!r}.",
-            remedy=f"Correct the name, or change to another directory.{hint}",
+            remedy=f"Check the name, or change to another directory.{hint}",
         )
 
 

@@ -127,7 +127,7 @@ def check_ranks_agree_on_call_and_data(
             (first, _), other = known[0], next(rank for rank, value in known if value != known[0][1])
             difference, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {first} and {other} have different training data in {call_name}: they {difference}.",
+                f"Ranks {first} and {other} passed different training data to {call_name}: they {difference}.",
                 rule=rule,
                 remedy=remedy,
             )

@@ -544,7 +544,7 @@ def copy_to_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
     name, axes = getattr(tensor, SHARD_OF, ("", ())) if isinstance(tensor, nn.Parameter) else ("", ())
     if axis.name in axes:
         raise ConfigError(
-            f"copy_to_tp_region does not support the parameter {name!r}, which is sharded over the {axis.name} axis.",
+            f"copy_to_tp_region requires a replicated parameter, but {name!r} is sharded over the {axis.name} axis.",
             remedy="Use the sharded parameter directly, without copy_to_tp_region.",
         )
     copied: Tensor = CopyToTpRegion.apply(tensor, axis)

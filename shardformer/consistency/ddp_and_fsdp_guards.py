@@ -78,10 +78,10 @@ def _wrap_accelerate_prepare_model(original: Callable[..., Any]) -> Callable[...
         table = next((table for table in tables if table is not None), None)
         if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
             raise ConfigError(
-                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}, which it "
-                "does not support.",
-                remedy="Use shardformer.integrations.accelerate.Accelerator, or "
-                "shardformer.integrations.transformers.Trainer instead of the Trainer of transformers.",
+                f"accelerate's {type(self).__name__} does not support this model, because it is sharded over "
+                f"{table.context}.",
+                remedy="Use shardformer.integrations.accelerate.Accelerator or "
+                "shardformer.integrations.transformers.Trainer instead.",
             )
         return original(self, model, *args, **kwargs)
 

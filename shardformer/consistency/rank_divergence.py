@@ -309,7 +309,8 @@ class RankConsistencyMonitor:
         details = ", ".join(f"rank {axis.ranks[rank]}: {_format_diverging_value(values[rank])}" for rank in compared)
         first, second, group = axis.ranks[other], axis.ranks[odd], axis.name.replace("_", " and ")
         raise InputError(
-            f"Ranks {first} and {second} of {axis.size} {group} ranks have different {fact.value_name} ({details}).",
+            f"Among the {axis.size} {group} ranks, ranks {first} and {second} have different {fact.value_name} "
+            f"({details}).",
             rule=fact.rule,
             remedy=fact.remedy,
         )

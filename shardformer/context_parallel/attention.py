@@ -144,9 +144,9 @@ def make_attention_plan(
     if positions is None:
         length = query.shape[2]
         raise InputError(
-            f"The compiled {type(module).__name__} received queries for {length} positions, which is not the length of "
-            "the sequence shard of this rank.",
-            remedy="Set compile=False, or disable context parallelism with sequence=1.",
+            f"The compiled {type(module).__name__} received queries for {length} positions, but the sequence shard "
+            "of this rank has a different length.",
+            remedy="Set compile=False, or set sequence=1 to disable context parallelism.",
         )
     if chunked_mask is None:
         chunked_mask = _make_default_chunked_mask(module, query, key, state, positions, is_causal)
@@ -203,8 +203,8 @@ class PerDistancePositionBias:
         if name.startswith("_"):
             raise AttributeError(name)
         raise ConfigError(
-            f"The model reads .{name} of its attention bias, which is not a tensor with context parallelism.",
-            remedy="Disable context parallelism for this model (sequence=1).",
+            f"The model reads .{name} of its attention bias, but context parallelism does not create this tensor.",
+            remedy="Set sequence=1 to disable context parallelism for this model.",
         )
 
 
@@ -281,9 +281,9 @@ def _make_default_chunked_mask(
     if keys is None:
         length = key.shape[2]
         raise ConfigError(
-            f"{type(module).__name__} received {length} keys on sequence rank {state.axis.rank}, which is not the "
-            "length of a sequence shard of this rank.",
-            remedy="Disable context parallelism for this model with sequence=1.",
+            f"{type(module).__name__} received {length} keys on sequence rank {state.axis.rank}, but no sequence "
+            "shard of this rank has this length.",
+            remedy="Set sequence=1 to disable context parallelism for this model.",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal_mask_predicate if is_causal and sequence_layout.length > 1 else None
@@ -299,14 +299,14 @@ def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
 def _check_attention_arguments(module: nn.Module, attention_mask: Mask, kwargs: dict[str, Any]) -> None:
     if isinstance(attention_mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)}, which context "
-            "parallelism does not support.",
+            f"Context parallelism does not support the attention mask of shape {tuple(attention_mask.shape)} that "
+            f"{type(module).__name__} received.",
             remedy="Pass a padding mask of shape (batch, sequence), or position_ids that restart at 0 in each packed "
             "document.",
         )
     if kwargs.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True is not supported with context parallelism.", remedy="Set output_attentions=False."
+            "Context parallelism does not support output_attentions=True.", remedy="Set output_attentions=False."
         )
     for name, value in kwargs.items():
         # T5's cross-attention passes zeros; fake tensors have no values
@@ -314,7 +314,7 @@ def _check_attention_arguments(module: nn.Module, attention_mask: Mask, kwargs: 
             raise ConfigError(
                 f"Context parallelism does not support the tensor {name!r} that {type(module).__name__} passes to its "
                 "attention function.",
-                remedy="Disable context parallelism for this model with sequence=1.",
+                remedy="Set sequence=1 to disable context parallelism for this model.",
             )
 
 
@@ -385,7 +385,7 @@ def unwrap_object_from_tensor(tensor: Tensor, expected_type: type) -> Any:
         raise InputError(
             "With context parallelism, a compiled layer must not change its attention mask, but its attention module "
             f"received a tensor of shape {tuple(tensor.shape)}.",
-            remedy="Set compile=False, or disable context parallelism for this model (sequence=1).",
+            remedy="Set compile=False, or set sequence=1 to disable context parallelism.",
         )
     return value
 

@@ -102,7 +102,7 @@ class ChunkedAttentionMask:
             if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
                     "Context parallelism does not support attention masks that differ between heads, as in this model.",
-                    remedy="Disable context parallelism for this model (sequence=1).",
+                    remedy="Set sequence=1 to disable context parallelism for this model.",
                 )
             visible = visible.expand(
                 visible.shape[0] if visible.dim() == 4 else 1, 1, len(query_positions), len(key_positions)
@@ -199,8 +199,8 @@ class ChunkedAttentionMask:
         if name.startswith("_"):
             raise AttributeError(name)
         raise ConfigError(
-            f"The model reads .{name} of its attention mask, which is not a tensor with context parallelism.",
-            remedy="Disable context parallelism for this model (sequence=1).",
+            f"The model reads .{name} of its attention mask, but context parallelism does not create this tensor.",
+            remedy="Set sequence=1 to disable context parallelism for this model.",
         )
 
 

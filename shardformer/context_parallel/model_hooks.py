@@ -275,7 +275,7 @@ class GatherFullSequenceHook:
             raise InputError(
                 f"With context parallelism, the input of {type(module).__name__} must have the shape "
                 f"(batch, {local}, hidden) on this rank, but got {tuple(hidden.shape)}.",
-                remedy="Disable context parallelism for this model (sequence=1).",
+                remedy="Set sequence=1 to disable context parallelism for this model.",
             )
         self._random.enter_local_rng_state(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder

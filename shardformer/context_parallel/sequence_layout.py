@@ -257,11 +257,10 @@ class ContextParallelState:
         if len(candidate_dims) > 1 and not self.is_whole:
             argument = "".join(map(str, argument_path[1:])) if isinstance(argument_path, tuple) else argument_path
             raise InputError(
-                f"Context parallelism does not support the layer argument {argument} of shape {tuple(tensor.shape)}, "
-                "in "
-                "which several dimensions have the length of the sequence.",
-                remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of masks of all pairs "
-                "of positions, or use another sequence length.",
+                f"Context parallelism cannot shard the layer argument {argument} of shape {tuple(tensor.shape)}, "
+                "because several of its dimensions have the sequence length.",
+                remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of a full attention "
+                "mask, or use another sequence length.",
             )
         self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
         return self.dims[argument_path]

@@ -187,8 +187,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The derived policy does not support the layer {path}, because it was validated only on "
-                        "layers with other modules.",
+                        f"The derived policy does not cover the layer {path}, because its modules differ from those "
+                        "of the validated layers.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 

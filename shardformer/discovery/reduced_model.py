@@ -340,7 +340,7 @@ def reduce_model(
             problems.append(_format_short_error(error))
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
-        f"No reduced model of {type(model).__name__} can be built and run: {found}.",
+        f"Cannot build and run a smaller {type(model).__name__} for validation: {found}.",
         remedy="Write a policy (docs/policies.md), pass an example batch to derive_policy, or derive the policy from a "
         f"config with at most {SMALL_NUMEL:,} parameters.",
     )
@@ -372,8 +372,8 @@ def copy_as_reduced_model(model: nn.Module) -> ReducedModel:
         except Exception as error:  # user code may raise anything
             problem = f"{type(error).__name__}: {get_first_message_line(error)[:160]}"
     raise PolicyError(
-        f"No copy of {type(model).__name__} can be run to validate the policy: {problem}.",
-        remedy="Use shardformer.verify.verification.verify(make_model, batches, tensor=2, policy=...) instead.",
+        f"Cannot run a copy of {type(model).__name__} to validate the policy: {problem}.",
+        remedy="Call shardformer.verify.verification.verify(make_model, batches, tensor=2, policy=...) instead.",
     )
 
 
@@ -391,7 +391,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         return copy_as_reduced_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"{type(model).__name__} can be neither reduced nor copied for validation: {problem}; {error.what}.",
+            f"{type(model).__name__} can be neither made smaller nor copied for validation: {problem}; {error.what}.",
             remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
             "arguments of forward except the tokens or features.",
         ) from None

@@ -346,7 +346,7 @@ def build_meta_model(config: PreTrainedConfig) -> nn.Module:
         architecture = name or config.model_type
         raise PolicyError(
             f"{architecture} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
-            remedy="Correct the config, or pass the model instead.",
+            remedy="Fix the config, or pass the model instead.",
         ) from error
     return model
 

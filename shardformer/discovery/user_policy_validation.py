@@ -268,7 +268,7 @@ def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: i
         return reduced_model.copy_as_reduced_model(model), tensor_parallel_size
     if not _has_named_head_counts(policy):
         raise _ValidationImpossibleError(
-            "The policy specifies head counts as numbers, which cannot be validated for a model with more than "
+            "The policy specifies head counts as numbers, so it cannot be validated for a model with more than "
             f"{SMALL_NUMEL:,} parameters. Specify config fields or attributes instead."
         )
     reduced = reduced_model.reduce_model(model)

@@ -327,8 +327,8 @@ class MicroBatchLossScaler:
             )
         if (count := len(forward.parts)) != (expected := len(self._losses)):
             raise make_unsupported_loss_error(
-                "The model must call the same number of loss functions for each micro-batch, but called "
-                f"{count} for micro-batch {micro_batch_index} and {expected} for micro-batch {self._first}.",
+                f"The model called a different number of loss functions for micro-batch {micro_batch_index} "
+                f"({count}) than for micro-batch {self._first} ({expected}).",
                 "Call the same functions for all samples, or pass loss_weight.",
             )
         self._check_loss_is_linear_combination(micro_batch_index, loss, forward)
@@ -379,8 +379,8 @@ class MicroBatchLossScaler:
             (loss_call.name, loss_call.is_mean)
         ]:
             raise make_unsupported_loss_error(
-                "The model must call the same loss functions with the same reduction for each micro-batch, but "
-                f"micro-batch {micro_batch_index} uses {loss_call.name}, unlike micro-batch {self._first}.",
+                f"The model called {loss_call.name} for micro-batch {micro_batch_index}, but a different function or "
+                f"reduction for micro-batch {self._first}.",
                 "Call the same functions for all samples, or pass loss_weight.",
             )
         elif loss_call.is_mean:
@@ -442,14 +442,14 @@ class MicroBatchLossScaler:
         )
         if math.isnan(total) and not math.isnan(local_value):
             raise InputError(
-                "Another data rank failed to count the labels of its loss.",
+                "Another data-parallel rank failed to count the labels of its loss.",
                 remedy="See the error in the log of that rank.",
             )
         if num_ended not in (0, axis.size) and not math.isnan(local_value):
             raise make_unsupported_loss_error(
-                "The data ranks called different numbers of mean losses, such as a loss that the model computes only "
-                "if its batch has labels for a task.",
-                "Call the same loss functions on all data ranks, or pass loss_weight.",
+                "The data-parallel ranks computed different numbers of mean losses. For example, the model may skip "
+                "a loss if its batch has no labels for a task.",
+                "Call the same loss functions on all data-parallel ranks, or pass loss_weight.",
             )
         return float(total)
 
@@ -626,7 +626,8 @@ class MicroBatchLossScaler:
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise make_unsupported_loss_error(
-                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}.",
+                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}, not by "
+                        "those of the whole batch.",
                         "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 
@@ -671,9 +672,9 @@ def make_unsupported_loss_error(
 ) -> ConfigError:
     return ConfigError(
         problem,
-        rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
-        "factors. Other losses require loss_weight, a function that returns the number of labels of a micro-batch.",
-        remedy=f"{remedy} Without micro-batches, you can also set average_loss_over='ranks'.",
+        rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with "
+        "constant factors. For other losses, loss_weight must count the labels of a micro-batch.",
+        remedy=f"{remedy} If you use only one micro-batch, you can also set average_loss_over='ranks'.",
     )
 
 

@@ -209,8 +209,8 @@ def _make_ambiguous_rows_error(batch: Mapping[Any, Any], input_name: str, num_sa
         f"The rows of the input {input_name} of shape {tuple(batch[input_name].shape)} cannot be divided among "
         f"{num_samples} samples.",
         rule=reason,
-        remedy=f"Add {KINDS} to the batch, and pass the images in the order of the samples, or use one data rank and "
-        "one micro-batch.",
+        remedy=f"Add {KINDS} to the batch, and pass the images in the order of the samples, or use one data-parallel "
+        "rank and one micro-batch.",
     )
 
 
@@ -441,8 +441,8 @@ def has_entry_per_sample(container: Any, num_samples: int) -> bool:
 def _make_row_count_error(problem: str) -> InputError:
     return InputError(
         problem,
-        remedy="Pass one row per sample, or one row (x[None]) for all samples. For image patches, add a grid such as "
-        "image_grid_thw. To avoid the split, use one micro-batch and let each data rank create its own batches.",
+        remedy="Pass one row per sample, or one row (x[None]) for all samples. For image patches, also pass a grid "
+        "such as image_grid_thw.",
     )
 
 

@@ -268,8 +268,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             zero = next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
             if zero is not None and len(optimizers) > 1:
                 raise ConfigError(
-                    f"With sharded parameters, {' and '.join(type(each).__name__ for each in optimizers)} must be one "
-                    "optimizer in an accelerate loop, because one of them needs full matrices.",
+                    f"{' and '.join(type(each).__name__ for each in optimizers)} must be one optimizer in an "
+                    "accelerate loop, because one of them needs full matrices and the model is sharded.",
                     remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
                 )
             return zero

@@ -82,10 +82,9 @@ class GlobalBatchLossAverager:
         if len(set(counts)) > 1:
             self._has_warned = True
             warnings.warn(
-                f"The loss is averaged over data-parallel ranks that have {counts} labels, so their labels have "
-                "different weights, unlike in one process. Use a mean loss of torch.nn.functional, or divide the sum "
-                "of the losses by num_items_in_batch. TrainingArguments(average_tokens_across_devices=False) disables "
-                "this warning.",
+                f"The data-parallel ranks have {counts} labels, so the average of their losses differs from the loss "
+                "in one process. Use a mean loss of torch.nn.functional, or divide the sum of the losses by "
+                "num_items_in_batch. TrainingArguments(average_tokens_across_devices=False) disables this warning.",
                 stacklevel=2,
             )
 
@@ -98,9 +97,9 @@ class GlobalBatchLossAverager:
         if size is not None and size > 1 and loss_call.labels_or_weights.tolist() == list(range(size)):
             self._has_warned_of_samples = True
             warnings.warn(
-                f"The loss compares the {size} samples of each data-parallel rank with each other, so each sample is "
-                "compared with fewer samples than in one process with the global batch. Gather the embeddings of all "
-                "ranks in your compute_loss: shardformer.pipeline.gather_over_data(embeddings, trainer.context)",
+                f"The loss compares the {size} samples of each data-parallel rank with each other, but not with the "
+                "rest of the global batch. Gather the embeddings of all ranks in your compute_loss: "
+                "shardformer.pipeline.gather_over_data(embeddings, trainer.context)",
                 stacklevel=2,
             )
 

@@ -175,8 +175,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
             raise ConfigError(
-                "ShardFormerStrategy shards only one attribute, but the parameters of "
-                f"{type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}.",
+                "ShardFormerStrategy can shard only one attribute of a LightningModule, but "
+                f"{type(self.lightning_module).__name__} has parameters in {sorted(owners)}.",
                 remedy="Put all parameters into one nn.Module, for example self.model = Model(...).",
             )
         return str(owners.pop())
@@ -241,7 +241,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "This model was trained with ZeRO in an earlier call of fit and cannot be trained again.",
+                "This model was trained with ZeRO in an earlier call to fit and cannot be trained again.",
                 remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...).",
             )
 

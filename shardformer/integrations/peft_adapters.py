@@ -393,8 +393,8 @@ def _get_adapter_parameters(
         return found
     raise ConfigError(
         f"The {kind} on {module_path} cannot be sharded: {why}.",
-        remedy="Remove this module from target_modules, use another adapter, or replace the tensor axis by data "
-        "parallelism or ZeRO.",
+        remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO "
+        "instead of the tensor axis.",
     )
 
 

@@ -358,8 +358,8 @@ def _check_adapters_share_no_memory(adapters: Mapping[str, nn.Module], metadata:
     if tied is not None and context.tensor.size * context.pipe.size > 1:
         first, second, *_ = tied
         raise ConfigError(
-            f"The adapters {first} and {second} share memory, which tensor and pipeline parallelism do not support.",
-            remedy="Create adapters that share no weights (PEFT's ensure_weight_tying=False), or use data parallelism.",
+            f"Tensor and pipeline parallelism do not support adapters that share memory, such as {first} and {second}.",
+            remedy="Set ensure_weight_tying=False in the PEFT config, or use data parallelism.",
         )
 
 
@@ -440,9 +440,8 @@ def _check_adapter_dropout_supported(metadata: ShardingMetadata, module_path: st
     layout, region = metadata.regions.find_region(f"{module_path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
-            f"The adapter on {module_path} cannot have dropout, because each tensor rank has different positions of "
-            "the "
-            "sequence.",
+            f"The adapter on {module_path} cannot have dropout, because the tensor ranks process different positions "
+            "of the sequence.",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False.",
         )
@@ -453,7 +452,7 @@ def _check_base_layer_is_replicated(base_layer: nn.Module, module_path: str, ada
         raise ConfigError(
             f"A {adapter_kind} on {module_path} is not supported, because tensor parallelism shards this "
             f"{type(base_layer).__name__}.",
-            remedy="Target only linear layers, or replace the tensor axis by data parallelism or ZeRO.",
+            remedy="Target only linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
         )
 
 

@@ -99,8 +99,8 @@ class ShardedTRLTrainer(ShardedTrainer):
         for name, size, steps, generations in groups:
             if (completions := size * data.size * steps) % generations:
                 raise ConfigError(
-                    f"{generations} generations per prompt do not divide the {completions} completions per batch of "
-                    f"{name}={size} on {data.size} data-parallel ranks.",
+                    f"A batch of {completions} completions ({name}={size} on {data.size} data-parallel ranks) is not "
+                    f"divisible by {generations} generations per prompt.",
                     remedy=f"Increase {name}, or use fewer generations.",
                 )
 

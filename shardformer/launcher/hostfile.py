@@ -35,7 +35,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"The host file {file_name} cannot be read: {error}.",
-            remedy="Correct the path passed to --hostfile, or omit --hostfile to run on this machine only.",
+            remedy="Check the path passed to --hostfile, or omit --hostfile to run on this machine only.",
         ) from error
     hosts: list[HostEntry] = []
     for number, line in enumerate(lines, start=1):
@@ -56,7 +56,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
-        raise LaunchError(f"The host file {file_name} lists no machine.", remedy="Add a line such as 'node1 slots=4'.")
+        raise LaunchError(f"The host file {file_name} lists no machines.", remedy="Add a line such as 'node1 slots=4'.")
     return hosts
 
 
@@ -99,7 +99,7 @@ def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
     ranks = " or ".join(map(str, range(len(hosts))[:3])) + (" ..." if len(hosts) > 3 else "")
     raise LaunchError(
         f"This machine, {machine!r}, matches {which} of the host list {host_names}.",
-        remedy=f"Correct the list, or pass the index of this machine in the list: --node_rank {ranks}.",
+        remedy=f"Fix the list, or pass the index of this machine in the list: --node_rank {ranks}.",
     )
 
 

@@ -58,11 +58,11 @@ class ExportGuardedShard(Tensor):
 def raise_shard_export_error(tensor_name: str, shape: tuple[int, ...]) -> NoReturn:
     """Raise ConfigError because another library tried to save or read a shard."""
     raise ConfigError(
-        f"The tensor {tensor_name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by "
-        "another "
-        "library.",
-        remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "
-        "training, shardformer.save_checkpoint. To read only this shard, use tensor.as_subclass(torch.Tensor).",
+        f"The tensor {tensor_name} of shape {tuple(shape)} is a shard and cannot be saved, pickled or read by "
+        "another library.",
+        remedy="Call model.save_pretrained(folder), shardformer.full_state_dict(model) or "
+        "shardformer.save_checkpoint on all ranks instead. To read only this shard, use "
+        "tensor.as_subclass(torch.Tensor).",
     )
 
 

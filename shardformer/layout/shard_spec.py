@@ -581,7 +581,7 @@ class AttentionHeadLayout:
                 f"local_attrs={attr_spec!r} must match exactly one dimension of size {split.full}, but {param_path} "
                 "has the "
                 f"shape {shape}.",
-                remedy=f"If several dimensions match, pass ({kind!r}, dim), or else correct {kind!r}.",
+                remedy=f"If several dimensions match, pass ({kind!r}, dim). If none matches, correct {kind!r}.",
             )
         return {dims[0]: split}
 
@@ -602,6 +602,6 @@ def get_features_per_head(
         required = f"{num_heads * expected_head_dim}" if expected_head_dim else f"a multiple of {num_heads}"
         raise PolicyError(
             f"{linear_path} has {num_features} features, but {num_heads} heads require {required}.",
-            remedy="Correct num_heads, num_kv_heads or the path in the policy.",
+            remedy="Fix num_heads, num_kv_heads or the path in the policy.",
         )
     return num_features // num_heads

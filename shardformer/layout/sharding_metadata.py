@@ -290,8 +290,8 @@ class ShardingMetadata:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             "A sharded model cannot be pickled, for example by torch.save(model).",
-            remedy="On all ranks, call model.save_pretrained(folder), shardformer.full_state_dict(model) or, to resume "
-            "training, shardformer.save_checkpoint.",
+            remedy="Call model.save_pretrained(folder), shardformer.full_state_dict(model) or "
+            "shardformer.save_checkpoint on all ranks instead.",
         )
 
     @property

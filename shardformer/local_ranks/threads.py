@@ -147,7 +147,7 @@ class Mailbox:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
             f"The ranks cannot complete a collective: {'; '.join(states)}.",
-            remedy="Make the same collective calls in the same order on all ranks of an axis, and receive every send.",
+            remedy="Make the same collective calls in the same order on all ranks, and receive every message sent.",
         )
 
 

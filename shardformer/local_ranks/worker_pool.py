@@ -388,7 +388,7 @@ def _make_worker_error(fn_name: str, failures: Sequence[_RankFailure]) -> Worker
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
         remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
-    return WorkerError(f"The call of {fn_name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
+    return WorkerError(f"The call to {fn_name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -95,7 +95,7 @@ class RankGrid:
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
             raise ConfigError(
                 f"A mesh with the axis sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
-                remedy="Use coordinates that are at least 0 and less than the size of their axis.",
+                remedy="Use coordinates from 0 to the size of the axis minus 1.",
             )
         return self.ranks[place]
 

@@ -112,7 +112,7 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
         if side * side != grid_size:
             shape = _factor_into_near_square(grid_size)
             raise ConfigError(
-                f"tensor={grid_size} is not a perfect square, which tensor_parallel_mode='2d' requires.",
+                f"tensor_parallel_mode='2d' requires a perfect square, but got tensor={grid_size}.",
                 remedy=f"Pass rows and columns, such as tensor={shape}.",
             )
         return side, side, 1
@@ -120,14 +120,14 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
         side = round(grid_size ** (1 / 3))
         if side**3 != grid_size:
             raise ConfigError(
-                f"tensor={grid_size} is not a perfect cube, which tensor_parallel_mode='3d' requires.",
+                f"tensor_parallel_mode='3d' requires a perfect cube, but got tensor={grid_size}.",
                 remedy="Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2).",
             )
         return side, side, side
     sides = [n for n in range(isqrt(grid_size), 1, -1) if grid_size % (n * n) == 0 and grid_size > n * n]
     if not sides:
         raise ConfigError(
-            f"tensor={grid_size} is not a number of equal squares, which tensor_parallel_mode='2.5d' requires.",
+            f"tensor_parallel_mode='2.5d' cannot arrange tensor={grid_size} ranks in equal squares.",
             remedy="Pass three sizes, such as tensor=(2, 2, 2).",
         )
     return sides[0], sides[0], grid_size // sides[0] ** 2

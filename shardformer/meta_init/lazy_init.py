@@ -557,9 +557,9 @@ def check_meta_tensors_can_be_computed(model: nn.Module) -> None:
     empty = [name for name, t in named_params_and_buffers(model) if t.is_meta and get_deferred_storage(t) is None]
     if empty:
         raise ConfigError(
-            f"This {type(model).__name__} has tensors on the meta device without values, such as {empty[0]!r}.",
-            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta') and call .to() and "
-            ".half() in the same block, or load it with shardformer.from_pretrained.",
+            f"This {type(model).__name__} has tensors without values on the meta device, such as {empty[0]!r}.",
+            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), and call .to() and "
+            ".half() inside the block. Or load it with shardformer.from_pretrained.",
         )
     changed = [name for name, p in model.named_parameters() if is_modified_outside_lazy_init(p)]
     if changed:

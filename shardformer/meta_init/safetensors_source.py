@@ -88,8 +88,8 @@ class SafetensorsFile:
             problem, cause = str(error), error
         raise ConfigError(
             f"The weight file {self.path!r} changed or became unreadable since it was loaded: {problem}.",
-            remedy="Load the model again and shard or materialize it before the file changes, or use "
-            "from_pretrained(..., all_bytes=True) if the file is only rewritten with the same bytes.",
+            remedy="Load the model again, and do not change the file before you shard or materialize the model. If "
+            "it is only rewritten with the same bytes, use from_pretrained(..., all_bytes=True).",
         ) from cause
 
 
@@ -117,7 +117,7 @@ def _read_safetensors_header(file: FileIO, file_size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = max(min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES), 0)
     if not 0 < length <= limit:
-        raise ValueError(f"The header of the file must have at least 1 and at most {limit} bytes, but has {length}.")
+        raise ValueError(f"The header of the file must have 1 to {limit} bytes, but has {length}.")
     header: bytes = file.read(length)
     return header
 

@@ -333,10 +333,9 @@ def _is_user_hook(hook: Any) -> bool:
 def warn_about_batch_norm_statistics(batch_division: str) -> None:
     """Warn that BatchNorm computes separate statistics for each part of a batch."""
     warnings.warn(
-        f"The batch is divided {batch_division}, and BatchNorm normalizes each part with its own statistics, so "
-        "results "
-        "differ from training on one device. Use GroupNorm or LayerNorm, put BatchNorm into eval mode, or use "
-        "torch.nn.SyncBatchNorm with one micro-batch. See docs/engine.md",
+        f"The batch is divided {batch_division}, so BatchNorm normalizes each part separately. To get the results of "
+        "one device, use GroupNorm, put BatchNorm into eval mode, or use torch.nn.SyncBatchNorm with one "
+        "micro-batch. See docs/engine.md",
         stacklevel=3,
     )
 
@@ -372,13 +371,13 @@ def check_loss_trial_results(
         raise ConfigError(
             f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
             f"{batch_division}.",
-            remedy="Use one micro-batch and gather_over_data in loss_fn, or average the losses of the parts with "
-            "loss_weight or, for data ranks, ParallelConfig(average_loss_over='ranks').",
+            remedy="Use one micro-batch, and call gather_over_data in loss_fn. To average the losses of the parts "
+            "instead, pass loss_weight or, for data-parallel ranks, "
+            "ParallelConfig(average_loss_over='ranks').",
         )
     warnings.warn(
         f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
-        f"{batch_division}, so "
-        "results differ from training on one device. Use one micro-batch, and "
+        f"{batch_division}, so the results differ from training on one device. Use one micro-batch, and call "
         "shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
         stacklevel=2,
     )

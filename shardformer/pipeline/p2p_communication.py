@@ -160,8 +160,8 @@ class StageCommunicator:
             if self.known.setdefault(key, metas) != metas:
                 shapes, earlier = ([s.sizes for s in each] for each in (metas, self.known[key]))
                 raise InputError(
-                    f"A pipeline stage computed activations of shapes {shapes} from a micro-batch, but of shapes "
-                    f"{earlier} from an earlier micro-batch of the same shape.",
+                    f"A pipeline stage computed activations of shapes {shapes} and {earlier} from two micro-batches "
+                    "of the same shape.",
                     remedy="Pad the inputs so that micro-batches of equal shape also have activations of equal shape.",
                 )
             parts = [t.detach() for t in parts]

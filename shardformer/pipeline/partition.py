@@ -23,7 +23,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     rule = "partition must be 'balanced', 'uniform' or a sequence of layer counts, one per virtual stage"
     if isinstance(partition, str):
         check_choice("partition", partition, PARTITION_METHODS, rule)
-    check_argument("partition", partition, isinstance(partition, Sequence), rule, "Write partition='uniform'")
+    check_argument("partition", partition, isinstance(partition, Sequence), rule, "Set partition='uniform'")
     are_costs = isinstance(layer_costs, Sequence) and all(
         isinstance(cost, int | float) and 0 <= cost < math.inf for cost in layer_costs
     )
@@ -36,7 +36,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
         )
     are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
     is_right = recompute_layers is None or are_counts or type(recompute_layers) is int
-    rule, remedy = "recompute_layers must be an int or one int per virtual stage", "Write recompute_layers=4"
+    rule, remedy = "recompute_layers must be an int or one int per virtual stage", "Set recompute_layers=4"
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
@@ -132,7 +132,7 @@ def _check_num_stages(num_layers: int, num_stages: int) -> None:
         )
     if num_stages > num_layers:
         raise ConfigError(
-            f"{num_stages} pipeline stages exceed the number of layers of the model, {num_layers}.",
+            f"{num_stages} pipeline stages need at least one layer each, but the number of layers is {num_layers}.",
             remedy=f"Use fewer stages, or a model with at least {num_stages} layers.",
         )
 
@@ -141,7 +141,7 @@ def _check_layer_costs(layer_costs: Sequence[float]) -> None:
     for i, cost in enumerate(layer_costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"costs[{i}] must be a finite number of at least 0, but got {cost}.",
+                f"costs[{i}] must be finite and not negative, but got {cost}.",
                 remedy="Pass the time, FLOPs or parameter count of each layer, or the same cost for all layers.",
             )
 

@@ -312,7 +312,7 @@ class Pipeline:
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 name = path or type(self._model).__name__
                 raise ConfigError(
-                    f"The module {name} is compiled, which pipeline parallelism does not support.",
+                    f"Pipeline parallelism does not support compiled modules, but {name} is compiled.",
                     remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
                 )
 
@@ -677,7 +677,7 @@ def _check_loss_factors_equal_over_ranks(mean_factor: Tensor, mean_square_factor
         mean_square_factor - mean_factor.square() <= 1e-11 * mean_square_factor
     ):
         raise make_unsupported_loss_error(
-            "The model multiplies its mean losses by different factors on different data ranks."
+            "The model multiplies its mean losses by different factors on different data-parallel ranks."
         )
 
 

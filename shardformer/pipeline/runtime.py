@@ -258,7 +258,7 @@ class PipelineRuntime:
             return
         raise LaunchError(
             f"An earlier step failed in stage {self._stage}, {self._interrupted_at}, so no other step can run.",
-            remedy="Do not catch errors of a step, but let them end the run, and resume from the last checkpoint.",
+            remedy="Do not catch the error of a step: let it end the run, and resume from the last checkpoint.",
         )
 
     def run_step(self, step_inputs: PipelineStepInputs) -> None:

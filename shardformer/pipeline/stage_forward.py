@@ -396,8 +396,8 @@ class StageForward:
                 at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.called_layers)
             if at in stage_pass.called_layers:
                 raise ConfigError(
-                    f"The model ran the layers of {stack.layers} twice in one forward pass, which pipeline parallelism "
-                    "does not support.",
+                    f"The model ran the layers of {stack.layers} twice in one forward pass, so it cannot be split "
+                    "into pipeline stages.",
                     remedy="Omit pipe, or change the model so that it runs each layer once per forward pass.",
                 )
             stage_pass.called_layers.append(at)
@@ -496,8 +496,8 @@ class StageForward:
                 return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
-                    f"{name} of {type(module).__name__} must be the hidden states of earlier layers, such as the "
-                    f"encoder, but got {value!r:.60}.",
+                    f"{name} of {type(module).__name__} must be the hidden states of earlier layers, such as those "
+                    f"of the encoder, but got {value!r:.60}.",
                     remedy="Pass the inputs of both the encoder and the decoder to the model.",
                 )
             if stage_pass.span.stop <= first_layer_index:
@@ -553,9 +553,8 @@ def _check_num_layer_outputs(layer_stack: LayerStackDescription, layer_path: str
 
 def _make_missing_argument_error(layer_path: str, argument_name: str) -> ConfigError:
     return ConfigError(
-        f"The argument {argument_name} of the layer {layer_path} contains NaN, because another stage computes it or "
-        "the batch "
-        "contains NaN.",
-        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])), or in "
-        "shared_from_first, with_first_layer or with_last_layer as in docs/policies.md.",
+        f"The argument {argument_name} of the layer {layer_path} contains NaN. Either another stage computes it, or "
+        "the batch contains NaN.",
+        remedy="If another stage computes it, list its module in LayerStack(..., "
+        "stages=PipelineHints(on_every_stage=[...])), or in another field that docs/policies.md describes.",
     )

@@ -90,7 +90,7 @@ class LayerRoleConverter:
                     f"{self.layer_path}.{up} has {features} output features, but {self.layer_path}.{down} has "
                     f"{width} input "
                     "features.",
-                    remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
+                    remedy="Check the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
         check_enough_features_to_shard(width, self.axis, f"{self.layer_path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
@@ -149,9 +149,9 @@ def check_output_layers_exist(stack: LayerStack, layer_list_path: str, layers: S
         if out is not None and there and all(paths.get_submodule_or_none(layer, out) is None for layer in there):
             at, output = (paths.join_path(layer_list_path, "*", name) for name in (role.at, out))
             raise PolicyError(
-                f"The output layer {output!r} of {at!r} does not exist in any layer.",
+                f"The policy names the output layer {output!r} of {at!r}, but no layer of the model contains it.",
                 remedy=suggest_similar_names(out, [name for name, _ in there[0].named_modules() if name])
-                + " Correct the path, or remove the role.",
+                + " Check the path, or remove the role.",
             )
 
 
@@ -216,8 +216,8 @@ class AttentionRoleConverter:
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         reason = "the model has no config" if owner is None else f"{where} has no such field"
         return PolicyError(
-            f"num_heads={source!r} is not found, because {reason}.",
-            remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
+            f"num_heads={source!r} cannot be resolved, because {reason}.",
+            remedy="Set num_heads to a number, to a field of the config, or to an attribute of the attention module "
             "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
 
@@ -360,7 +360,7 @@ class AttentionRoleConverter:
                 f"{self.layer.layer_path}.{name} must have {required} features for {heads} heads, {kv_heads} KV "
                 "heads and "
                 f"head dim {d}, but has {features}.",
-                remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
+                remedy="Fix num_heads, num_kv_heads or the paths in the policy.",
             )
         if any(layout.get_local_kv_head_per_query(r) for r in range(layout.num_ranks)):
             at = f"{self.layer.layer_path}.{self.role.at}"

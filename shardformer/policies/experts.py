@@ -66,7 +66,7 @@ def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: s
         raise PolicyError(
             f"{module_path}.{param_name} must be a parameter with the weights (3 dims) or biases (2 dims) of all "
             "experts.",
-            remedy="Correct the name, or describe experts that are separate modules as an MLP with * in its path.",
+            remedy="Fix the name, or describe experts that are separate modules as an MLP with * in its path.",
         )
     return full
 
@@ -95,7 +95,7 @@ def _choose_expert_shard_dims(
             )
         raise PolicyError(
             f"The shapes of {found} in {module_path} do not match those of experts with fused={experts.fused}.",
-            remedy="Correct the parameter names, `fused` or `dims` in the policy.",
+            remedy="Fix the parameter names, `fused` or `dims` in the policy.",
         )
     return ways[0]
 

@@ -58,7 +58,9 @@ class Policy(LegacyPolicy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for old in [name for name in vars(cls) if name in RENAMED]:
-            warnings.warn(f"{cls.__name__}.{old} is now {RENAMED[old]}", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                f"{cls.__name__}.{old} is deprecated. Use {RENAMED[old]} instead.", DeprecationWarning, stacklevel=2
+            )
             setattr(cls, RENAMED[old], vars(cls)[old])
             delattr(cls, old)
 

@@ -403,11 +403,9 @@ def _make_replacement_error(
     _, *frames = traceback.extract_tb(error.__traceback__)
     if frames and not is_built_in:
         place = [f"{each.filename}:{each.lineno}" for each in frames if each.filename == frames[0].filename][-1]
-        return PolicyError(f"{what}: TypeError at {place}: {error}.", remedy=f"Correct the code at {place}.")
+        return PolicyError(f"{what}: TypeError at {place}: {error}.", remedy=f"Fix the code at {place}.")
     if replacement.kwargs:
-        return PolicyError(
-            f"{what} with kwargs={replacement.kwargs}: {error}.", remedy="Correct the kwargs in the policy."
-        )
+        return PolicyError(f"{what} with kwargs={replacement.kwargs}: {error}.", remedy="Fix the kwargs in the policy.")
     return PolicyError(f"{what}: {error}.", remedy="Define from_native_module(module, process_group, **kwargs).")
 
 
@@ -555,7 +553,7 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
 
 def _make_compiled_module_error(module_path: str) -> ConfigError:
     return ConfigError(
-        f"{module_path} was compiled with torch.compile before sharding, and would keep running the unsharded module.",
+        f"{module_path} was compiled with torch.compile before sharding, so it would run the unsharded module.",
         remedy="Compile the model after shard_model, or compile the module in place with module.compile().",
     )
 

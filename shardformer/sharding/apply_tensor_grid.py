@@ -112,7 +112,7 @@ def _check_replacements_support_grid(plan: ShardingPlan, layer_stack_prefix: str
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
                 f"The replacement class {target.__name__} of {path!r} supports only tensor_parallel_mode='1d'.",
-                remedy="Use this mode, or write a RolePolicy, which supports every mode.",
+                remedy="Use tensor_parallel_mode='1d', or write a RolePolicy, which supports every mode.",
             )
 
 

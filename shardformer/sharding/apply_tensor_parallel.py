@@ -144,9 +144,9 @@ def _check_no_layer_is_attention_or_mlp(plan: ShardingPlan, activation_layout: A
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
-                f"The layer {block.entry} is itself a tensor-parallel block, which enable_sequence_parallelism=True "
-                "does not support.",
-                remedy="Set enable_sequence_parallelism=False, or pass the path of modules that contain the residual "
+                "enable_sequence_parallelism=True requires layers with a residual connection, but the layer "
+                f"{block.entry} is itself a tensor-parallel block.",
+                remedy="Set enable_sequence_parallelism=False, or pass the path of layers with a residual "
                 "connection to LayerStack(layers=...).",
             )
 

@@ -300,7 +300,8 @@ def check_no_views_of_replaced_params(model: nn.Module, plan: ShardingPlan, stag
     if found := find_view_and_parameter_names(model, moved):
         view, name = found
         raise ConfigError(
-            f"{view} of {type(model).__name__} is a view of the parameter {name}, which sharding replaces or moves.",
+            f"{view} of {type(model).__name__} is a view of the parameter {name}, but sharding replaces or moves "
+            "this parameter.",
             remedy=f"Use {name} directly, or give {view} its own memory with .clone().",
         )
 
@@ -358,7 +359,8 @@ def check_params_not_in_optimizer(
             name = next((name_by_param_id[id(p)] for p in group["params"] if id(p) in name_by_param_id), None)
             if name is not None:
                 raise ConfigError(
-                    f"An optimizer already contains the parameter {name!r} of {model_name}, which sharding replaces.",
+                    f"An optimizer already contains the parameter {name!r} of {model_name}, but sharding replaces "
+                    "this parameter.",
                     remedy="Shard the model first, then create the optimizer from model.parameters().",
                 )
 
@@ -375,7 +377,7 @@ def check_saved_buffers_keep_full_shape(module_path: str, original_module: nn.Mo
             raise PolicyError(
                 f"{type(new_module).__name__}, which replaces {module_path}, registers the buffer {name!r} with shape "
                 f"{shapes}, so state dicts would contain only a part of it.",
-                remedy="Register the full buffer, and select the local values in `forward`. Or pass persistent=False "
+                remedy="Register the full buffer and select the local values in `forward`, or pass persistent=False "
                 "to register_buffer.",
             )
 

@@ -220,8 +220,8 @@ class CompiledForward:
         reason = " ".join(str(compile_error).strip().split("\n\n")[0].split())
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
-            rule="A compiled layer has no graph break.",
-            remedy="Set compile=False, or change the code in the layer's forward pass that the message names.",
+            rule="A compiled layer must not contain a graph break.",
+            remedy="Set compile=False, or change the code that causes the graph break.",
         )
 
 

@@ -101,8 +101,8 @@ class KVCacheHeadSelector:
                     new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
                 elif x.dim() != 4 or x.shape[1] != len(own):
                     raise self._make_unsupported_cache_error(
-                        f"The KV cache has {name} of shape {tuple(x.shape)} for layer {number}, which tensor "
-                        "parallelism does not support."
+                        f"Tensor parallelism does not support a KV cache with {name} of shape {tuple(x.shape)} in "
+                        f"layer {number}."
                     )
         for layer, name, x in new:
             setattr(layer, name, x)
@@ -445,8 +445,8 @@ class ForwardCheckHooks:
         ):
             return
         raise ConfigError(
-            f"{type(model).__name__} is split into {stages.manager.num_stages} pipeline stages, which do not support "
-            "direct calls or generate().",
+            f"{type(model).__name__} is split into {stages.manager.num_stages} pipeline stages, so you cannot call "
+            "it directly or use generate().",
             remedy="Create pipeline = shardformer.Pipeline(model, micro_batches=...), and call pipeline.step(batch), "
             "pipeline.evaluate(batch) or pipeline.forward(batch).",
         )
@@ -467,12 +467,13 @@ class ForwardCheckHooks:
         for name, value in kwargs.items():
             if is_kv_cache(value) and has_cached_tokens(value):
                 raise ConfigError(
-                    f"The input {name} is a filled {type(value).__name__}, which a pipeline does not support.",
+                    f"The input {name} must be an empty cache for pipeline parallelism, but is a filled "
+                    f"{type(value).__name__}.",
                     remedy=f"Remove {name}, or use a layout without the pipe axis.",
                 )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):
                 raise ConfigError(
-                    f"The input {name} requires a gradient, which a pipeline does not support.",
+                    f"Pipeline parallelism cannot compute the gradient of the input {name}.",
                     remedy=f"Detach {name}, make it a parameter of the model, or use a layout without the pipe axis.",
                 )
 

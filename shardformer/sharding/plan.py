@@ -233,11 +233,11 @@ def _add_sharded_parameters(
             near = suggest_similar_names(name if owner else owner_path, known or [n for n, _ in module.named_modules()])
             raise PolicyError(
                 f"The policy names {path!r}, which is not a parameter or buffer of the model.",
-                remedy=f"Correct the name in the policy. {near}",
+                remedy=f"Fix the name in the policy. {near}",
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, a buffer that is saved in the state dict, which is not supported.",
+                f"The policy shards {path}, but a buffer that is saved in the state dict cannot be sharded.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(module_path, owner_path)) in plan.replacements:
@@ -282,7 +282,7 @@ def _add_attribute_changes(
             where = join_path(module_path, owner_path) or "The model"
             raise PolicyError(
                 f"{where} has no attribute {attribute!r}, which the policy changes.",
-                remedy=f"Correct the name in attribute_replacement. {near}",
+                remedy=f"Fix the name in attribute_replacement. {near}",
             )
         even_submodules = [
             suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
@@ -295,7 +295,7 @@ def _add_attribute_changes(
             near = suggest_similar_names(name, [n for n in dir(module) if not n.startswith("_")])
             raise PolicyError(
                 f"{where} ({type(module).__name__}) has no method {name!r}, which the policy replaces.",
-                remedy=f"Correct the name in method_replacement. {near}",
+                remedy=f"Fix the name in method_replacement. {near}",
             )
         plan.methods[join_path(module_path, name)] = method
     plan.functions.extend((module_path, function) for function in description.param_replacement or [])

@@ -619,7 +619,7 @@ def _require_plain_dropout(parallel_cls: type[nn.Module], module: nn.Module, kwa
     if not isinstance(module, nn.Dropout) or kwargs:
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in kwargs.items())}" if kwargs else ""
         raise ConfigError(
-            f"{parallel_cls.__name__} can only replace nn.Dropout, without kwargs, but got "
+            f"{parallel_cls.__name__} can only replace an nn.Dropout without kwargs, but got "
             f"{type(module).__name__}{arguments}.",
             remedy="In the policy, name the nn.Dropout itself, and remove the kwargs.",
         )

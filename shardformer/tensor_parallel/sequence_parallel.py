@@ -226,9 +226,10 @@ class ActivationSharding:
         length = get_even_shard_length(self.full, self.axis)
         if local_hidden_states.dim() < 3 or local_hidden_states.shape[SEQUENCE] != length:
             raise ConfigError(
-                f"The hidden states must have shape (batch, {length}, hidden), this rank's shard of a sequence of "
+                f"The hidden states must have shape (batch, {length}, hidden) on this rank for a sequence of "
                 f"{self.full} tokens, but got {tuple(local_hidden_states.shape)}.",
-                remedy="Disable sequence parallelism, or options that split it, such as chunk_size_feed_forward.",
+                remedy="Disable sequence parallelism, or options such as chunk_size_feed_forward, which split the "
+                "sequence.",
             )
 
     def view_as_local_tokens(self, tensor: Tensor) -> Tensor | None:

@@ -378,7 +378,8 @@ def _check_target_ids(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ign
     if lowest < 0 or highest >= vocab_size:
         label = highest if highest >= vocab_size else lowest
         raise InputError(
-            f"The label {label} is neither in the vocabulary, 0 to {vocab_size - 1}, nor ignore_index={ignore_index}.",
+            f"The label {label} is outside the vocabulary (0 to {vocab_size - 1}) and is not "
+            f"ignore_index={ignore_index}.",
             remedy="Use the tokenizer of the model, call resize_token_embeddings before shard_model, or set the labels "
             f"of padding tokens to {ignore_index}.",
         )

@@ -123,12 +123,11 @@ def _make_optimizer_error(
     except Exception:  # classes raise different errors
         shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         return ConfigError(
-            f"{optimizer_class.__name__} does not accept {shown}: {reason}.",
-            remedy="Correct these values in [optimizer].",
+            f"{optimizer_class.__name__} does not accept {shown}: {reason}.", remedy="Fix these values in [optimizer]."
         )
     return ConfigError(
         f"{optimizer_class.__name__} does not accept all parameters of a model: {reason}.",
-        remedy="Use another optimizer. Or write a script with a second optimizer for the other parameters "
+        remedy="Use another optimizer, or write a script with a second optimizer for the other parameters "
         "(docs/memory.md).",
     )
 
@@ -187,7 +186,7 @@ def get_param_lr_factors(optimizer_options: OptimizerOptions, model: nn.Module) 
             near = suggest_similar_names(pattern, names)
             raise ConfigError(
                 f"The pattern {pattern!r} in optimizer.lr_factors matches no parameter.",
-                remedy=f"Correct the pattern. {near}",
+                remedy=f"Fix the pattern. {near}",
             )
     depths = _count_layers_after_params(model, names) if optimizer_options.layer_decay != 1 else dict.fromkeys(names, 0)
     found = {name: optimizer_options.layer_decay ** depths[name] for name in names}
@@ -247,7 +246,7 @@ def freeze_matching_params(model: nn.Module, name_patterns: Sequence[str]) -> No
                 pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names}
             )
             raise ConfigError(
-                f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=f"Correct the pattern. {near}"
+                f"The pattern {pattern!r} in model.freeze matches no parameter.", remedy=f"Fix the pattern. {near}"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in name_patterns):
@@ -298,7 +297,7 @@ def add_lora_adapters(lora_options: LoraOptions, model: nn.Module, task: str) ->
         reason = get_first_message_line(error)
         raise ConfigError(
             f"PEFT cannot add adapters to {type(model).__name__}: {reason}.",
-            remedy="Correct lora.target_modules or lora.modules_to_save.",
+            remedy="Fix lora.target_modules or lora.modules_to_save.",
         ) from error
 
 
@@ -499,7 +498,7 @@ def _validate_hook_kwargs(hook_class: type, hook_kwargs: dict[str, Any], config_
             raise ConfigError(
                 f"{config_section}.{name} = {value!r:.80} has the wrong type. {messages}.",
                 rule=known[name].description.replace("`", "'"),
-                remedy=f"Correct the value of {config_section}.{name}.",
+                remedy=f"Fix the value of {config_section}.{name}.",
             ) from error
     return found
 
@@ -525,7 +524,7 @@ def import_user_class(class_path: str, base_class: type[T], config_key: str) -> 
     if not (isinstance(found, type) and issubclass(found, base_class)):
         raise ConfigError(
             f"{module} contains no subclass of {base_class.__name__} called {class_name!r}.",
-            remedy=f"Correct the class name in {config_key}.",
+            remedy=f"Fix the class name in {config_key}.",
         )
     return found
 
@@ -604,7 +603,7 @@ def build_model(
         reason = f"{type(error).__name__}: {get_first_message_line(error)}"
         raise ConfigError(
             f"transformers cannot build a {kind.__name__} from {config.model.name!r}. {reason}.",
-            remedy=suggest_trust_remote_code("Correct model.task, model.head or model.config", error),
+            remedy=suggest_trust_remote_code("Fix model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:

@@ -290,7 +290,7 @@ class TrainConfig(ConfigSection):
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set.",
-                remedy="Remove one of them, on the command line with --set training.epochs=.",
+                remedy="Remove one of them, for example with --set training.epochs= on the command line.",
             )
         if training.validate_every is not None and not data.has_validation_data:
             raise ConfigError(
@@ -306,8 +306,9 @@ class TrainConfig(ConfigSection):
         count = 1 if isinstance(data.train, str) else len(data.train)
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
-                f"data.weights must be one positive number per item of data.train ({count}), but got {data.weights}.",
-                remedy="Correct the list, or remove data.weights.",
+                f"data.weights must contain one positive number for each of {count} items in data.train, but got "
+                f"{data.weights}.",
+                remedy="Fix the list, or remove data.weights.",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
             raise ConfigError(
@@ -472,7 +473,7 @@ def load_train_config(config_path: str | Path, overrides: Sequence[str] = ()) ->
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The configuration file {str(config_path)!r} is not valid TOML: {error}.",
-            remedy="Correct the line. A table is a line such as [training], and a key a line such as steps = 100.",
+            remedy="Fix the line. A table is a line such as [training], and a key a line such as steps = 100.",
         ) from error
     for change in overrides:
         apply_config_override(tables, change)
@@ -502,7 +503,7 @@ def _rename_deprecated_keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
             value = table.pop(old_key)
             table[new_key] = RENAMED_METHODS.get(value, value) if isinstance(value, str) else value
             if os.environ.get("RANK", "0") == "0":
-                warnings.warn(f"{old} is now {new}", FutureWarning, stacklevel=3)
+                warnings.warn(f"{old} is deprecated. Use {new} instead.", FutureWarning, stacklevel=3)
     return found
 
 
@@ -558,7 +559,7 @@ def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
         )
     if first["type"] == "missing":
         return ConfigError(
-            f"{source_name} has no {key}, which is required.",
+            f"The required key {key} is missing from {source_name}.",
             rule=_describe_key(table, name),
             remedy=f"Write {name} in [{'.'.join(key_path[:-1])}]" if len(key_path) > 1 else f"Write a table [{name}]",
         )
@@ -586,7 +587,7 @@ def _suggest_correction(pydantic_error: Mapping[str, Any]) -> str:
         "bool_type": "Write true or false, without quotes",
         "string_type": "Write it in quotes",
     }
-    return of_type.get(pydantic_error["type"], "Correct the value")
+    return of_type.get(pydantic_error["type"], "Fix the value")
 
 
 def suggest_config_key(unknown_key: str, known_keys: Iterable[str]) -> str:

@@ -299,7 +299,7 @@ class ConversationTokenizer:
             reason = get_first_message_line(error)
             raise InputError(
                 f"The chat template cannot render the conversation {messages!r:.120}: {reason}.",
-                remedy="Correct the data, for example the order of the roles, or set another data.chat_template.",
+                remedy="Fix the data, for example the order of the roles, or set another data.chat_template.",
             ) from error
 
     def encode_with_labels(self, messages: Sequence[Message], **template_kwargs: Any) -> tuple[list[int], list[int]]:

@@ -193,7 +193,7 @@ class TokenClassificationDataset(Dataset[dict[str, Any]]):
             if len(words) != len(labels):
                 raise InputError(
                     f"Row {number} of the data has {len(words)} words, but {len(labels)} labels.",
-                    remedy="Correct the data so that each word has exactly one label.",
+                    remedy="Fix the data so that each word has exactly one label.",
                 )
 
     def __len__(self) -> int:
@@ -278,7 +278,7 @@ def stream_token_blocks(
         if not isinstance(text, str):
             raise InputError(
                 f"The field {field!r} must be a string, but row {number} of the data has {text!r:.60}.",
-                remedy="Correct or remove that row, or set data.text to another field.",
+                remedy="Fix or remove that row, or set data.text to another field.",
             )
         rest += tokens.encode(text) + ([] if tokens.eos_token_id is None else [tokens.eos_token_id])
         count = len(rest) // length
@@ -314,7 +314,7 @@ def _pad_column(column_values: Sequence[Any], padding_value: int) -> Tensor:
 
 
 TASKS_OF_LABELS = {
-    float: "Correct the labels, or set model.task = 'regression' to predict numbers",
+    float: "Fix the labels, or set model.task = 'regression' to predict numbers",
     list: "Set model.task = 'multi_label_classification', or 'token_classification' for one label per word",
 }
 """Type of the labels -> remedy, if they are not classes."""
@@ -331,7 +331,7 @@ def infer_label_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) 
         names = ", ".join(sorted(kind.__name__ for kind in types))
         raise InputError(
             f"The labels must be all integers or all strings, but got the types {names}.",
-            remedy=TASKS_OF_LABELS.get(next(iter(types)), "Correct the labels, or set data.label to another field"),
+            remedy=TASKS_OF_LABELS.get(next(iter(types)), "Fix the labels, or set data.label to another field"),
         )
     found = set(labels)
     classes: list[Any] = sorted(found)

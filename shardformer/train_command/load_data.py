@@ -246,7 +246,7 @@ def _flatten_label_lists(labels: Sequence[Any], field_name: str) -> list[Any]:
         if not isinstance(label, (list, tuple)):
             raise InputError(
                 f"The field {field_name!r} must be a list of labels, but row {number} of the data has {label!r:.60}.",
-                remedy="Correct the data, or set model.task = 'classification' for one label per row.",
+                remedy="Fix the data, or set model.task = 'classification' for one label per row.",
             )
     return [each for label in labels for each in label]
 

@@ -58,7 +58,7 @@ def _load_config_and_saved_fields(config: TrainConfig) -> tuple[PreTrainedConfig
         saved: Fields = type(model_config).get_config_dict(name)[0]
     except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
-        remedy = suggest_similar_names(name, types) if random else "Correct model.name"
+        remedy = suggest_similar_names(name, types) if random else "Fix model.name"
         if not random and name in types:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         reason = get_first_message_line(error)
@@ -173,7 +173,7 @@ def _build_model_config(
     changes = ", ".join(f"{name} = {value!r:.60}" for name, value in changed_fields.items())
     raise ConfigError(
         f"The config of {config.model.name!r} does not support {changes}: {reason}.",
-        remedy="Correct these values in model.config, or also set the fields that depend on them.",
+        remedy="Fix these values in model.config, or also set the fields that depend on them.",
     ) from first_error
 
 

@@ -202,7 +202,7 @@ def _read_text_file(file_path: str) -> str:
 
 def _suggest_similar_path(path: Path) -> str:
     near = suggest_similar_names(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
-    return near if near.startswith("Did") else "Correct the path"
+    return near if near.startswith("Did") else "Check the path"
 
 
 def get_column_values(rows: DatasetRows, column_name: str) -> list[Any]:
@@ -211,7 +211,7 @@ def get_column_values(rows: DatasetRows, column_name: str) -> list[Any]:
         if row.get(column_name) is None:
             if column_name in row:
                 what = f"The field {column_name!r} is null in row {index + 1} of the data."
-                raise InputError(what, remedy="Correct or remove that row.")
+                raise InputError(what, remedy="Fix or remove that row.")
             remedy = suggest_similar_names(column_name, map(str, row))
             raise InputError(f"Row {index + 1} of the data has no field {column_name!r}.", remedy=remedy)
     return [row[column_name] for row in rows]
@@ -240,7 +240,7 @@ def get_number_column(rows: DatasetRows, column_name: str, config_key: str) -> l
             raise InputError(
                 f"The field {column_name!r} must be a finite number, but row {index + 1} of the data has "
                 f"{value!r:.60}.",
-                remedy=f"Correct the data, or set {config_key} to another field.",
+                remedy=f"Fix the data, or set {config_key} to another field.",
             )
     return [float(value) for value in values]
 
@@ -267,8 +267,8 @@ def get_label_column(rows: DatasetRows, column_name: str) -> tuple[list[Any], li
     if "" in labels:
         number = labels.index("") + 1
         raise InputError(
-            f"The label in the field {column_name!r} is empty in row {number} of the data.",
-            remedy="Correct or remove that row.",
+            f"Row {number} of the data has an empty label in the field {column_name!r}.",
+            remedy="Fix or remove that row.",
         )
     feature = (getattr(rows, "features", None) or {}).get(column_name)
     names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -353,7 +353,7 @@ def _read_csv_rows(file_path: str, delimiter: str | None) -> list[dict[str, str]
             raise InputError(
                 f"Row {number} of {file_path!r} has {len(row)} fields, but the first line has {len(fields)}: "
                 f"{row!r:.60}.",
-                remedy=f"Correct the row, or set data.delimiter if the fields are not separated by {separator!r}.",
+                remedy=f"Fix the row, or set data.delimiter if the fields are not separated by {separator!r}.",
             )
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
@@ -421,7 +421,7 @@ def _make_unreadable_data_error(source_names: Sequence[str], data_format: str, e
         return InputError(f"The data {file_names} contains no rows.", remedy="Specify a file that contains rows.")
     return InputError(
         f"The data {file_names} cannot be read as {data_format}: {reason}.",
-        remedy="Correct the file, or set data.format, data.delimiter or data.options.",
+        remedy="Fix the file, or set data.format, data.delimiter or data.options.",
     )
 
 
@@ -458,7 +458,7 @@ def _import_datasets_library(purpose: str, source_names: Sequence[str]) -> Any:
 def _check_has_rows(rows: Any, source_description: str, config_key: str) -> None:
     if hasattr(rows, "__len__") and not len(rows):
         raise InputError(
-            f"{source_description} contains no rows.", remedy=f"Change {config_key} to select data with rows."
+            f"{source_description} contains no rows.", remedy=f"Change {config_key} to select at least one row."
         )
 
 
@@ -484,7 +484,7 @@ def convert_image_to_path_or_pil(image: Any) -> Any:
         return image
     raise InputError(
         f"Each image must be a file path or a PIL image, but got {image!r:.60}.",
-        remedy="Correct the rows, or set data.image to the field that contains the images.",
+        remedy="Fix the rows, or set data.image to the field that contains the images.",
     )
 
 

@@ -496,7 +496,7 @@ def _explain_error_in_first_step(config: TrainConfig, trainer: Trainer) -> Itera
         name, reason = type(error).__name__, get_first_message_line(error)
         raise ConfigError(
             f"The first training step failed with model.config = {config.model.config!r:.200}. {name}: {reason}.",
-            remedy="Correct model.config, model.task, model.head or optimizer.",
+            remedy="Fix model.config, model.task, model.head or optimizer.",
         ) from error
 
 

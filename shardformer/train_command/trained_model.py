@@ -204,7 +204,7 @@ def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
         raise ConfigError(
             "A model with model.task = 'preference' cannot be evaluated after training, because the loss requires the "
             "initial model.",
-            remedy="Use validation/loss in the metrics that the run recorded.",
+            remedy="Read validation/loss in the metrics of the training run instead.",
         )
     if saved_model.checkpoint is None:
         data, model = load_data_and_model(run)

@@ -101,7 +101,7 @@ class ShardedDataLoader:
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
-                f"Data of type {self._source.name} was passed without batch_size.",
+                f"Training data of type {self._source.name} was passed without batch_size.",
                 remedy="Pass the size of the global batch, for example batch_size=32.",
             )
         else:
@@ -241,15 +241,15 @@ class ShardedDataLoader:
             return
         if self._drop_last and count < size:
             raise ConfigError(
-                f"drop_last=True drops all {count} samples, because they do not fill a batch of batch_size={size}.",
+                f"drop_last=True drops all {count} samples, because they are fewer than batch_size={size}.",
                 remedy=f"Use a batch_size of {count} or less, or remove drop_last.",
             )
         rest = count % size
         is_merged = self._merge_last and count > size
         if 0 < rest < num_data_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"With batch_size={size}, the last batch has only {rest} of the {count} samples, fewer than the "
-                f"number of data-parallel ranks ({num_data_ranks}).",
+                f"With batch_size={size}, only {rest} of the {count} samples remain for the last batch, too few for "
+                f"{num_data_ranks} data-parallel ranks.",
                 remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
             )
 

@@ -240,9 +240,9 @@ class Engine:
         """
         if self._pending_loss is None or loss is not self._pending_loss:
             raise InputError(
-                "engine.backward accepts only the loss that the last engine(batch) returned, and only once.",
-                remedy="Write loss = engine(batch); engine.backward(loss). Add further terms to the loss in loss_fn, "
-                "and pass a list of batches for gradient accumulation.",
+                "engine.backward did not receive the loss of the last engine(batch), or received it twice.",
+                remedy="Call engine.backward(loss) once for each loss = engine(batch). Add further terms to the "
+                "loss in loss_fn, and pass a list of batches for gradient accumulation.",
             )
         self._pending_loss, self._is_backward_done = None, True
 
@@ -376,7 +376,7 @@ class Engine:
             return False
         names = self._describe_nonfinite_grads()
         raise InputError(
-            f"The gradient norm of step {self.steps + 1} is {float(norm)}, with nonfinite gradients in {names}.",
+            f"The gradient norm of step {self.steps + 1} is {float(norm)}, with non-finite gradients in {names}.",
             rule="No weight was changed.",
             remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip' to skip such steps.",
         )

@@ -164,11 +164,11 @@ def get_or_create_parallel_context(context: ParallelContext | None, config: Para
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
         raise ConfigError(
-            f"The argument parallel requests {name}={requested}, but there is only one process.",
+            f"parallel requests {name}={requested}, but there is only one process.",
             remedy=f"Start the script with {srun}shardformer run --nproc_per_node N script.py.",
         )
     raise ConfigError(
-        f"The argument parallel requests {name}={requested}, but the context has {name}={actual}.",
+        f"parallel requests {name}={requested}, but context has {name}={actual}.",
         remedy="Pass only one of the arguments parallel and context.",
     )
 
@@ -245,8 +245,8 @@ def _resolve_scheduler(scheduler: SchedulerArgument, optimizers: list[Optimizer]
         )
     if len(optimizers) != 1:
         raise ConfigError(
-            f"A function as scheduler requires exactly one optimizer, but got {len(optimizers)}.",
-            remedy="Pass one optimizer, or for several optimizers pass a list of schedulers.",
+            f"A scheduler function supports only one optimizer, but got {len(optimizers)}.",
+            remedy="Pass a list of schedulers instead, or use a single optimizer.",
         )
     return scheduler(optimizers[0])
 
@@ -419,7 +419,7 @@ def make_engine_without_data(
     """
     _check_initialize_arguments(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
-        warn_about_batch_norm_statistics(f"over {context.data.size} data ranks")
+        warn_about_batch_norm_statistics(f"over {context.data.size} data-parallel ranks")
     arguments = EngineRebuildArguments(None, policy, None, None, make_example_inputs=make_example_inputs)
     return _create_sharded_engine(model, _normalize_optimizer_argument(optimizer), None, config, context, arguments)
 

@@ -128,7 +128,7 @@ def read_metrics_records(path: str | Path) -> list[MetricsRecord]:
                 break
             text = line.decode(errors="replace")
             raise InputError(
-                f"Line {number} of {file} is not a valid record of metrics ({error}): {text!r:.60}.",
+                f"Line {number} of {file} is not a valid metrics record ({error}): {text!r:.60}.",
                 remedy=f"Remove the line, or write a record such as {_EXAMPLE}.",
             ) from error
     return records

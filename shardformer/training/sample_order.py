@@ -375,7 +375,7 @@ def _make_source_from_data_loader(
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
-                f"The DataLoader uses a {type(each).__name__}, but ShardFormer already shards the batches.",
+                f"The DataLoader uses a {type(each).__name__}, but ShardFormer already splits the batches.",
                 remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size.",
             )
     if shuffle and not isinstance(sampler, torch_data.RandomSampler):

@@ -148,7 +148,7 @@ def _diff_snapshots(
         if key not in new_snapshot or not new_snapshot[key].is_copyable:
             item = _describe_snapshot_key(key)
             raise ConfigError(
-                f"The {item} was modified after initialize, which engine.reshard does not support.",
+                f"engine.reshard cannot keep the {item}, because it was modified after initialize.",
                 remedy="Undo the change before engine.reshard and repeat it afterwards, or load a checkpoint with the "
                 "new layout.",
             )

@@ -296,7 +296,7 @@ def _import_module_by_name(module_name: str) -> ModuleType:
         directory = str(Path.cwd())
         raise ConfigError(
             f"The module {module_name!r} was not found in {directory!r} or in the installed packages ({error}).",
-            remedy="Correct the name, or pass a file and a name in it, such as path/to/file.py:name.",
+            remedy="Fix the name, or pass a file and a name in it, such as path/to/file.py:name.",
         ) from error
 
 
@@ -431,7 +431,7 @@ class PretrainedModelFactory:
             reason = get_first_message_line(error)
             raise ConfigError(
                 f"transformers cannot create a {self.head} from {self.name_or_path!r}: {reason}.",
-                remedy="Correct the config.json of the model.",
+                remedy="Fix the config.json of the model.",
             ) from error
         return model
 
@@ -525,8 +525,8 @@ class ModelSource:
         if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
             if sequence_length != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence_length} has no effect on {self.title}: its media determine the number of "
-                    "tokens.",
+                    f"sequence={sequence_length} has no effect on {self.title}, because its images, audio or video "
+                    "determine the number of tokens.",
                     remedy="Remove the option.",
                 )
             return ExampleBatchFactory(self.model_fn, batch_size)
@@ -584,7 +584,7 @@ def find_model_source(model_spec: str, *, use_dropout: bool = True) -> ModelSour
         directory = str(Path.cwd())
         raise ConfigError(
             f"There is no file or folder {model_spec!r} (current directory: {directory!r}).",
-            remedy="Correct the path, or pass a model family, a name on the Hugging Face hub, or module:function.",
+            remedy="Check the path, or pass a model family, a name on the Hugging Face hub, or module:function.",
         )
     return _make_pretrained_source(
         model_spec,
@@ -683,7 +683,7 @@ def _check_transformers_class_exists(class_name: str, model_title: str) -> None:
     if find_transformers_model_class(class_name) is None:
         hint = _suggest_names(class_name, {*dir(import_transformers())} - {class_name})
         raise ConfigError(
-            f"transformers has no model class {class_name!r}, which {model_title} specifies.",
+            f"{model_title} specifies the model class {class_name!r}, but transformers has no such class.",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 
@@ -726,7 +726,7 @@ def _select_model_of_user_function(module_and_function_name: str) -> ModelSource
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         value, keys = _describe_returned_value(returned), ", ".join(_FUNCTION_KEYS[1:])
         raise ConfigError(
-            f"The function {module_and_function_name} returned {value}, which is not supported.",
+            f"The function {module_and_function_name} returned {value} instead of a model.",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict with model_fn and optionally {keys}.",
         )
     model_fn = own.pop("model_fn")

@@ -280,7 +280,7 @@ class UserLossFunction:
                 output_error, model_error = _describe_error(other), _describe_error(error)
                 raise InputError(
                     f"loss_fn(output, batch) raised {output_error}, and loss_fn(model, batch) raised {model_error}.",
-                    remedy="Correct loss_fn so that one of these calls returns the loss.",
+                    remedy="Fix loss_fn so that one of these calls returns the loss.",
                 ) from other
         return loss
 

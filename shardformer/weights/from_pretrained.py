@@ -129,7 +129,7 @@ def _load_config_and_class(
             raise ConfigError(
                 f"transformers cannot read the config of {path_or_name!r}: {reason}.",
                 rule="A model with its own Python code requires trust_remote_code=True." if auto else "",
-                remedy="Correct the path or name, or pass a config.",
+                remedy="Check the path or name, or pass a config.",
             ) from error
     else:
         unknown = dict(options)
@@ -141,7 +141,7 @@ def _load_config_and_class(
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"The weights in {path_or_name!r} are quantized, which from_pretrained does not support.",
+            f"from_pretrained does not support the quantized weights in {path_or_name!r}.",
             remedy="Load the unquantized weights instead.",
         )
     if issubclass(model_class, nn.Module):
@@ -154,7 +154,7 @@ def _load_config_and_class(
             raise ConfigError(
                 f"transformers cannot create a {model_class.__name__} from the config of {path_or_name!r}: {reason}.",
                 rule="A model with its own Python code requires trust_remote_code=True.",
-                remedy="Correct config.json, or pass the class of the model.",
+                remedy="Fix config.json, or pass the class of the model.",
             ) from error
 
 
@@ -174,11 +174,11 @@ def _find_safetensors_files(path_or_name: str, hub_options: Mapping[str, Any]) -
         reason = get_first_message_line(error)
         raise ConfigError(
             f"The weights of {path_or_name!r} cannot be read: {reason}.",
-            remedy="Correct the path, or save the model again with save_pretrained.",
+            remedy="Check the path, or save the model again with save_pretrained.",
         ) from error
     raise ConfigError(
         f"{path_or_name!r} contains neither {SINGLE} nor {WEIGHTS_INDEX_NAME}.",
-        remedy="Correct the path. To convert the weights, load the model with transformers and call save_pretrained.",
+        remedy="Check the path. To convert the weights, load the model with transformers and call save_pretrained.",
     )
 
 

@@ -136,7 +136,7 @@ def _resolve_export_directory(
         )
     if name := next((name for name, x in tensors.tensors.items() if x.dtype == torch.complex128), None):
         raise ConfigError(
-            f"{name} has the dtype complex128, which safetensors does not support.",
+            f"safetensors does not support complex128, the dtype of {name}.",
             remedy="Convert it to complex64, or use save_checkpoint, which supports complex128.",
         )
     target = to_absolute_path(directory)
@@ -165,7 +165,7 @@ def check_export_directory(export_directory: Path, model: nn.Module | None = Non
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, export_directory):
         raise ConfigError(
-            f"The model cannot be exported to {export_directory}, from which it was loaded.",
+            f"Cannot export the model to {export_directory}, because it was loaded from there.",
             remedy="Pass another directory.",
         )
 
@@ -284,7 +284,7 @@ def check_model_is_exportable(model: nn.Module, tokenizer: Any = None) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(
                 f"The config or tokenizer of {type(model).__name__} cannot be exported: {reason}.",
-                remedy="Correct it, or disable the export.",
+                remedy="Fix it, or disable the export.",
             ) from error
 
 

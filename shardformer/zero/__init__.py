@@ -24,7 +24,9 @@ class _CallablePackage(ModuleType):
 
         from shardformer.zero.shard_optimizer import shard_optimizer
 
-        warnings.warn("shardformer.zero is now shardformer.shard_optimizer", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "shardformer.zero is deprecated. Use shardformer.shard_optimizer instead.", DeprecationWarning, stacklevel=2
+        )
         return shard_optimizer(model, optimizer, **options)
 
 

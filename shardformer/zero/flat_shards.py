@@ -378,7 +378,8 @@ class FlatParamShard:
         gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
-                f"The gradient of {gradient.entry.name} cannot be combined with another tensor under ZeRO.",
+                f"The gradient of {gradient.entry.name} cannot be combined with another tensor, because ZeRO shards "
+                "it.",
                 remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
             )
         return tensor.reshape(-1)[self._get_local_param_range(param_index)]

@@ -204,6 +204,6 @@ def _make_unsupported_function_error(sharded_grad: ShardedGradient, message: str
     name = sharded_grad.grad_storage.gradient_slots[sharded_grad.param_index].entry.name
     return ConfigError(
         message,
-        rule="Under ZeRO, p.grad supports only element-wise functions such as mul_, clamp_ and add_.",
+        rule="With ZeRO, p.grad supports only element-wise functions such as mul_, clamp_ and add_.",
         remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the gradient norm.",
     )

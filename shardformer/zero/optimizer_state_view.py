@@ -243,7 +243,7 @@ def _check_and_shard_state_dict(
         problem = "ranks with different shards of the parameters loaded the same state"
     if problem is not None:
         raise ConfigError(
-            f"The state passed to {kind}.load_state_dict cannot be loaded: {problem}.",
+            f"{kind}.load_state_dict cannot load this state: {problem}.",
             remedy="Load the state that the same rank saved, or use save_checkpoint, which supports any layout.",
         )
     return state_dict

@@ -220,7 +220,7 @@ def compute_sharded_grad_norm(
     if has_real_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "p.grad was modified differently on different ranks since the last zero_grad.",
-            remedy="Apply the same changes to p.grad on all ranks, independent of the rank, its batch and its loss.",
+            remedy="Apply the same changes to p.grad on all ranks, regardless of each rank's batch and loss.",
         )
     if has_real_data(problems) and bool(problems):
         raise ConfigError(

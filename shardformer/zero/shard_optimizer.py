@@ -121,13 +121,13 @@ def check_no_shared_param_memory(model: nn.Module, metadata: ShardingMetadata) -
     if group := next(iter(group_overlapping_tensors(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
-            f"The parameters {second} and {first} share memory, which ZeRO does not support.",
+            f"ZeRO does not support parameters that share memory, such as {second} and {first}.",
             remedy="Use one parameter for both (a.weight = b.weight), or clone one of them.",
         )
     if found := find_view_and_parameter_names(model, params):
         view, name = found
         raise ConfigError(
-            f"{view} is a view of the parameter {name}, which ZeRO does not support.",
+            f"ZeRO does not support views of parameters, but {view} is a view of {name}.",
             remedy=f"Use {name} instead of {view} in the model, or clone {view}.",
         )
 
@@ -160,7 +160,8 @@ def check_file_offload_support(
         rank = metadata.context.rank
         raise ConfigError(
             f"Optimizer states cannot be offloaded to files in {folder!r} on rank {rank}: {error}.",
-            remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the size.",
+            remedy="Use an existing directory with enough free space. shardformer.estimate_memory returns the "
+            "required size.",
         ) from error
 
 
@@ -177,7 +178,7 @@ def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext |
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
         raise ConfigError(
-            f"The model is wrapped in {wrapper}, which ZeRO does not support.",
+            f"ZeRO does not support wrapped models, but the model is wrapped in {wrapper}.",
             remedy="Pass the unwrapped model to shard_optimizer, and use it in the training loop.",
         )
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):

@@ -322,9 +322,8 @@ class ParamGatherScheduler:
             return
         if leaves and not gather_order.is_open:
             raise InputError(
-                f"{self.units[group_index].name} ran in a different order than in the first step, which ZeRO stage 3 "
-                "does "
-                "not support.",
+                f"ZeRO stage 3 requires the same order in every step, but {self.units[group_index].name} ran in a "
+                "different order than in the first step.",
                 remedy="Run the layers in the same order in every step, or use stage=2.",
             )
         while self._position < (len(gather_order.group_order) - 1 if leaves else end):
@@ -470,8 +469,8 @@ class ParamGatherScheduler:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
             raise InputError(
-                f"A backward pass was started inside the forward pass of {type(self._caller).__name__}, which ZeRO "
-                "stage 3 does not support.",
+                "ZeRO stage 3 does not support a backward pass inside the forward pass of "
+                f"{type(self._caller).__name__}.",
                 remedy="Use stage=2, or start the backward pass after the forward pass.",
             )
         is_under_way = self._kind is not None and self._is_backward

@@ -212,7 +212,7 @@ class Stage3ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"A parameter of {self.name} was modified in place, which ZeRO stage 3 does not support.",
+                f"ZeRO stage 3 does not support the in-place change of a parameter of {self.name}.",
                 remedy="Let only the optimizer change parameters, or use stage=2.",
             )
         memories = [get_storage_id(values) for values in self.bases]
@@ -403,8 +403,8 @@ class ParamGroupGradReducer(PausableGradientReducer):
             grad_slot.param.grad = grad_slot.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"The gradient of {grad_slot.entry.name} was computed later than in the first backward pass, which "
-                "ZeRO stage 3 does not support.",
+                f"ZeRO stage 3 requires gradients in the same order in every step, but that of {grad_slot.entry.name} "
+                "was computed later than in the first.",
                 remedy="Use stage=2, or use the layers in the same order in every step.",
             )
         self._arrived(unit)

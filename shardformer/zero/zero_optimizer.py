@@ -231,7 +231,7 @@ class ZeroOptimizer(Optimizer):
         if failure := file_manager.commit_or_roll_back([part for _, part in parts], self.table.context):
             raise ConfigError(
                 f"Optimizer states cannot be offloaded to files in {file_manager.disk.folder!r}: {failure}.",
-                remedy="Use a directory with enough free space. shardformer.estimate_memory returns the size.",
+                remedy="Use a directory with enough free space. shardformer.estimate_memory returns the required size.",
             )
 
     def _accumulate_reduced_grads(self, bucket: GradientBucket, reduced_grads: Tensor, grad_counts: Tensor) -> None:
@@ -367,7 +367,7 @@ class ZeroOptimizer(Optimizer):
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type must be 2.0 under ZeRO, but got {norm_type}.", remedy="Omit norm_type to use the 2-norm."
+                f"norm_type must be 2.0 with ZeRO, but got {norm_type}.", remedy="Omit norm_type to use the 2-norm."
             )
         self.reduce_pending_grads()
         problem = self._apply_grad_edits()
@@ -423,7 +423,8 @@ class ZeroOptimizer(Optimizer):
     def _check_loss_is_scaled(self, grad_slot: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"loss.backward() did not scale the loss, as fp16 requires (first parameter: {grad_slot.entry.name}).",
+                "loss.backward() did not scale the loss, but fp16 requires it (first parameter: "
+                f"{grad_slot.entry.name}).",
                 remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
@@ -521,7 +522,7 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The optimizer state was saved at mesh position {saved}, and does not fit this rank at {place}.",
+                f"The optimizer state was saved at mesh position {saved}, but this rank is at {place}.",
                 remedy="Load the state that this rank saved, or use save_checkpoint, which supports any layout.",
             )
 

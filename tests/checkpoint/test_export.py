@@ -137,7 +137,7 @@ def test_complex128_is_saved_but_not_exported(tmp_path: Path) -> None:
             for shard in optimizer.shards:
                 shard.local.mul_(1 + 1e-9j)
         shardformer.save_checkpoint(model, tmp_path / "saved", optimizer)
-        with pytest.raises(ConfigError, match="weight has the dtype complex128"):
+        with pytest.raises(ConfigError, match="complex128, the dtype of"):
             export_pretrained(model, tmp_path / "out")
 
     models = [Filter(), Filter()]
@@ -241,7 +241,7 @@ def test_export_does_not_replace_source_model(tmp_path: Path) -> None:
         export_pretrained(plain, tmp_path / "base")
     export_pretrained(plain, tmp_path / "out")
     again = materialize(from_pretrained(type(plain), tmp_path / "out"))
-    with pytest.raises(ConfigError, match="from which it was loaded"):
+    with pytest.raises(ConfigError, match="it was loaded from there"):
         export_pretrained(again, tmp_path / "out")
     same(tmp_path / "out", plain)
 

@@ -152,7 +152,7 @@ def test_two_models_can_save_different_steps_concurrently(tmp_path: Path, monkey
 def test_two_models_cannot_save_the_same_step(tmp_path: Path) -> None:
     first, second = net(1.0), net(2.0)
     save_checkpoint(first, tmp_path, step=5)
-    with pytest.raises(ConfigError, match="another model of this process"):
+    with pytest.raises(ConfigError, match="another model in this process"):
         save_checkpoint(second, tmp_path, step=5)
     load_checkpoint(second, tmp_path)
     save_checkpoint(second, tmp_path, step=5)  # it goes on with the run
@@ -173,7 +173,7 @@ def test_step_in_async_save_of_another_model_is_refused(tmp_path: Path, monkeypa
     first, second = net(1.0), net(2.0)
     saving = async_save_checkpoint(first, tmp_path, step=5)
     begun.wait(20)
-    with pytest.raises(ConfigError, match="another model of this process"):
+    with pytest.raises(ConfigError, match="another model in this process"):
         save_checkpoint(second, tmp_path, step=5)
     load_checkpoint(second, saving.wait())
     assert all(bool((p == 1).all()) for p in second.parameters())

@@ -240,7 +240,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("generate {run} ''", "The prompt '' is empty"),
         (
             "generate {run} hi --max-new-tokens 1023",
-            "the maximum sequence length of the model is 1024. Use a shorter prompt, or --max-new-tokens 1022",
+            "exceed the maximum sequence length of the model, 1024. Use a shorter prompt, or --max-new-tokens 1022",
         ),
         ("generate {run} hi --top-p 1.5", "--top-p must be greater than 0 and at most 1, but got 1.5"),
         ("generate {run} hi --temperature 0", "--temperature must be greater than 0, but got 0.0"),

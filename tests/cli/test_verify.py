@@ -235,7 +235,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--partition", "unifrom"], "Did you mean 'uniform'?"),
         (
             ["gpt2", "--pipe", "2", "--partition", "3;5"],
-            "Write --partition 3,5, --partition balanced or --partition uniform",
+            "Use --partition 3,5, --partition balanced or --partition uniform",
         ),
         (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 counts that sum to 6, such as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "assigns 5 layers, but the model has 6"),
@@ -309,7 +309,10 @@ def test_a_function_that_returns_none_is_reported(run: Run, tmp_path: Path, comm
 
 def test_the_depth_of_a_saved_model_is_not_changed(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
-    assert "4 pipeline stages exceed the number of layers of the model, 2" in run("verify", bert, "--pipe", "4")[2]
+    assert (
+        "4 pipeline stages need at least one layer each, but the number of layers is 2"
+        in run("verify", bert, "--pipe", "4")[2]
+    )
     assert (
         "has 2 layers, but 2 pipeline stages of 2 chunks need at least 4"
         in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]

@@ -330,7 +330,7 @@ def test_nonfinite_steps_raise_or_are_skipped() -> None:
     bad = (torch.full((4, 4), torch.inf), torch.zeros(4, dtype=torch.long))
     engine = made(parallel={"max_grad_norm": 1.0})
     before = [p.detach().clone() for p in engine.model.parameters()]
-    with pytest.raises(InputError, match="nonfinite gradients"):
+    with pytest.raises(InputError, match="non-finite gradients"):
         engine.train_step(bad)
     skipping = made(parallel={"max_grad_norm": 1.0, "on_nonfinite": "skip"})
     skipping.train_step(bad)
@@ -375,7 +375,7 @@ def _misused(engine: Engine, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another loss", "only the loss that the last engine"),
+        ("another loss", "did not receive the loss of the last engine"),
         ("no batch", "step was called before engine.backward"),
         ("no backward pass", "step was called before engine.backward"),
         ("twice", r"engine\(\[first, second\]\)"),
@@ -406,7 +406,7 @@ def strange_optimizer() -> torch.optim.Optimizer:
         ({"parallel": {"partition": "uniform"}}, "without pipe=2"),
         ({"parallel": {"max_grad_norm": -1.0}}, "max_grad_norm=-1.0"),
         ({"scheduler_every": "month"}, "scheduler_every='month'"),
-        ({"scheduler": lambda optimizer: None}, "exactly one optimizer, but got 0"),
+        ({"scheduler": lambda optimizer: None}, "only one optimizer, but got 0"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

@@ -495,7 +495,7 @@ INVALID_CALLS: dict[str, Callable[[], Any]] = {
 EXPECTED = {
     "more stages than layers": (
         "ConfigError",
-        "2 pipeline stages exceed the number of layers of the model, 1",
+        "2 pipeline stages need at least one layer each, but the number of layers is 1",
         "Use fewer stages",
     ),
     "a cut that skips a layer": ("ConfigError", "assigns 3 layers, but the model has 4"),
@@ -512,7 +512,7 @@ EXPECTED = {
     "a model without a stack": ("Error", "Sequential"),
     "layers dropped at random": ("ConfigError", "layerdrop=0.1", "layerdrop=0"),
     "a model that was not sharded": ("ConfigError", "is not sharded", "shard_model"),
-    "a stage called alone": ("ConfigError", "pipeline stages, which do not support direct calls", "Pipeline(model"),
+    "a stage called alone": ("ConfigError", "pipeline stages, so you cannot call it directly", "Pipeline(model"),
     "text generated over stages": ("ConfigError", "generate()"),
     "stages with other shapes": ("InputError", "different batch shapes", "data rank"),
     "stages with other tokens": ("InputError", "different batches", "data rank"),

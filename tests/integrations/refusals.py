@@ -81,7 +81,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "dropout of an adapter on a replicated linear layer between blocks, with sequence parallelism",
             "Each rank has different positions of the sequence",
-            {"dropout": ("each tensor rank has different positions",)},
+            {"dropout": ("the tensor ranks process different positions",)},
         ),
         Refusal(
             "adding adapters after `shard_optimizer`, or after creating an optimizer",
@@ -221,7 +221,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "a layout that differs from that of the sharded model, or two layouts",
             "Pass the layout once",
             {
-                "other layout": ("parallel requests data=2", "the context has data=1"),
+                "other layout": ("parallel requests data=2", "context has data=1"),
                 "two layouts": ("differs from", "Pass the layout to only one of them"),
             },
         ),
@@ -305,8 +305,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "parameters of the LightningModule that are not all in one attribute",
             "Put all parameters into one `nn.Module`",
             {
-                "two models": ("belong to the attributes ['head', 'model']",),
-                "own parameter": ("belong to the attributes ['model', 'scale']",),
+                "two models": ("has parameters in ['head', 'model']",),
+                "own parameter": ("has parameters in ['model', 'scale']",),
             },
         ),
         Refusal(

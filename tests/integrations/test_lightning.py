@@ -174,4 +174,4 @@ def test_a_second_fit_continues_or_is_refused(integrations: IntegrationProcess) 
     for error in integrations(2).run(call, "fit_twice", tensor, data):
         assert "is sharded over" in error
     for error in integrations(2).run(call, "fit_twice", zero, zero):
-        assert "This model was trained with ZeRO in an earlier call of fit" in error
+        assert "This model was trained with ZeRO in an earlier call to fit" in error

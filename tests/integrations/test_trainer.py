@@ -194,7 +194,7 @@ def test_losses_that_count_targets_equal_one_process(
 @pytest.mark.above_budget("may start the workers")
 def test_batch_norm_warns_of_data_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
     for found in integrations(2).run(uses.warnings_of_batch_norm, str(tmp_path)):
-        assert len(found) == 1 and "over 2 data ranks" in found[0]
+        assert len(found) == 1 and "over 2 data-parallel ranks" in found[0]
 
 
 @pytest.mark.full

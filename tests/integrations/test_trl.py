@@ -120,7 +120,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
         "pipe": ("SFTTrainer.compute_loss with pipe=2", "set pipe=1"),
         "synchronized reference": ("DPOConfig(sync_ref_model=True)", "zero_stage=3", "Use zero_stage=2"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
-        "generations": ("8 generations per prompt do not divide the 4 completions", "per_device_train_batch_size=4"),
+        "generations": ("4 completions", "not divisible by 8 generations", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
         "packing a sharded model": ("padding_free=True", "Pass the plain model"),
         "mixin of Trainer": ("ShardedTRLTrainer",),

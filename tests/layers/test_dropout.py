@@ -91,7 +91,7 @@ def test_from_native_module_copies_rate_inplace_and_mode(pool2: WorkerPool) -> N
 
 @pytest.mark.parametrize("kind", [DropoutForParallelInput, DropoutForReplicatedInput])
 def test_from_native_module_rejects_other_modules(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=r"can only replace nn.Dropout, without kwargs, but got Dropout1d"):
+    with pytest.raises(ConfigError, match=r"can only replace an nn.Dropout without kwargs, but got Dropout1d"):
         kind.from_native_module(nn.Dropout1d(0.1), Axis("tensor"))
     with pytest.raises(ConfigError, match=r"but got Dropout with p=0\.5"):
         kind.from_native_module(nn.Dropout(0.1), Axis("tensor"), p=0.5)

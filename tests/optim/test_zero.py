@@ -411,7 +411,7 @@ def sharing(model: Any) -> nn.Module:
         (adam, {"stage": 4}, "stage=4"),
         (adam, {"precision": "fp8"}, "precision='fp8'"),
         (lambda model: adam(net()), {}, "contains a parameter of shape .7, 5. that is not a parameter of the model"),
-        (lambda model: adam(sharing(model)), {}, "c.bias and a.weight share memory"),
+        (lambda model: adam(sharing(model)), {}, "share memory, such as c.bias and a.weight"),
         (lambda model: [adam(model), adam(model)], {}, "The parameter a.weight is in two optimizers"),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),

@@ -97,7 +97,8 @@ def test_rank_without_label_count_does_not_block_other_ranks() -> None:
         return F.cross_entropy(output.flatten(0, 1), labels)
 
     with pytest.raises(
-        ShardFormerError, match=r"contains no tensor of shape .* with these labels|Another data rank failed to count"
+        ShardFormerError,
+        match=r"contains no tensor of shape .* with these labels|Another data-parallel rank failed to count",
     ):
         run(BATCHES, loss, micro_batches=2)
 
@@ -108,7 +109,7 @@ def test_ranks_that_call_different_losses_raise(micro_batches: int) -> None:
         second = F.mse_loss(output[..., 0], batch["labels"].double()) if (batch["labels"] != -100).all() else 0.0
         return mean_loss(output, batch) + second
 
-    with pytest.raises(ConfigError, match="The data ranks called different numbers of mean losses"):
+    with pytest.raises(ConfigError, match="The data-parallel ranks computed different numbers of mean losses"):
         run(BATCHES, loss, micro_batches=micro_batches)
 
 
@@ -123,7 +124,7 @@ def test_all_ranks_raise_if_one_loss_is_no_sum_of_means() -> None:
         return str(error.value)
 
     first, other = run_as_threads(step, data=2)
-    assert "The loss of micro-batch 0 is" in first and "Another data rank failed" in other
+    assert "The loss of micro-batch 0 is" in first and "Another data-parallel rank failed" in other
 
 
 def _over_a_grid() -> tuple[float, float]:

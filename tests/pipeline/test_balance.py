@@ -123,9 +123,9 @@ def test_invalid_explicit_counts_raise_with_valid_example(asked: list[Any], what
 @pytest.mark.parametrize(
     ("layers", "parts", "what", "remedy"),
     [
-        (3, 4, "4 pipeline stages exceed the number of layers of the model, 3", "at least 4 layers"),
-        (1, 2, "2 pipeline stages exceed the number of layers of the model, 1", "at least 2 layers"),
-        (0, 2, "2 pipeline stages exceed the number of layers of the model, 0", "at least 2 layers"),
+        (3, 4, "4 pipeline stages need at least one layer each, but the number of layers is 3", "at least 4 layers"),
+        (1, 2, "2 pipeline stages need at least one layer each, but the number of layers is 1", "at least 2 layers"),
+        (0, 2, "2 pipeline stages need at least one layer each, but the number of layers is 0", "at least 2 layers"),
         (3, 0, "positive integer, but got 0", "at least one stage"),
         (3, -1, "positive integer, but got -1", "at least one stage"),
     ],
@@ -140,5 +140,5 @@ def test_invalid_number_of_stages_raises_with_both_numbers(
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
 def test_invalid_cost_raises(bad: float) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"costs[1] must be a finite number of at least 0, but got {bad}")):
+    with pytest.raises(ConfigError, match=re.escape(f"costs[1] must be finite and not negative, but got {bad}")):
         partition_balanced([1, bad, 1], 2)

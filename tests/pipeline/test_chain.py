@@ -205,8 +205,8 @@ def test_argument_from_another_stage_raises(before: int) -> None:
     model = LateNorm(before)
     stage = make_stage(model, chain, LayerRange(0, 2))
     message = (
-        rf"argument input of the layer layers\.{before} contains NaN, because another stage computes it"
-        r".*with_first_layer or with_last_layer"
+        rf"argument input of the layer layers\.{before} contains NaN. Either another stage computes it"
+        r".*on_every_stage"
     )
     with pytest.raises(ConfigError, match=message):
         stage.run_stage_forward(model, StageForwardState(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))

@@ -394,11 +394,11 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        "called 1 for micro-batch .* and 2 for micro-batch 0",
+        r"for micro-batch .* \(1\) than for micro-batch 0 \(2\)",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "but micro-batch 3 uses .*, unlike micro-batch 0",
+        "for micro-batch 3, but a different function or reduction for micro-batch 0",
     ),
 }
 

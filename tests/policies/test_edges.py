@@ -164,7 +164,7 @@ def with_another_mlp() -> nn.Module:
 
 
 def test_optional_role_without_any_exit_is_refused() -> None:
-    words = ("The output layer 'layers.*.mlp.fc3' of 'layers.*.mlp' does not exist", "Did you mean 'mlp.fc2'")
+    words = ("the output layer 'layers.*.mlp.fc3' of 'layers.*.mlp', but no layer", "Did you mean 'mlp.fc2'")
     refused(PolicyError, ToyLM, *words, policy=LostExit)
     sharded(with_another_mlp, PassedOver)  # skipped, because another module replaces it
 
@@ -635,8 +635,8 @@ def test_type_error_of_an_own_layer_names_its_cause() -> None:
         assert f"TypeError at {Path(__file__)}:{line}: " in of_code and "unexpected keyword argument 'axes'" in of_code
         assert "kwargs" not in of_code
     assert "from_native_module(module, process_group, **kwargs)" in message(GateWithoutGroup)
-    assert "Correct the kwargs" in message(GateWithoutGroup, factor=2)
-    assert "Correct the kwargs" in message(Linear1D_Col, "head", gather=True)
+    assert "Fix the kwargs" in message(GateWithoutGroup, factor=2)
+    assert "Fix the kwargs" in message(Linear1D_Col, "head", gather=True)
 
 
 def test_registered_policy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

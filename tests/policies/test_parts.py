@@ -207,7 +207,7 @@ def saved() -> nn.Module:
         (Model, {"q_bias": "heads"}, r"exactly one dimension of size 5, but .*attn\.q_bias has the shape \(30,\)"),
         (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*pass \('heads', dim\)"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, a buffer that is saved"),
+        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, but a buffer that is saved"),
         (
             Model,
             {**ATTENTION.local_attrs, "qkv.weight": "inside"},

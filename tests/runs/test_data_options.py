@@ -111,7 +111,7 @@ def test_sources_are_mixed_by_their_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]], ids=str)
 def test_weights_that_do_not_fit_raise(weights: list[float], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.weights must be one positive number per item of data.train"):
+    with pytest.raises(ConfigError, match=r"data.weights must contain one positive number for each of"):
         config(tmp_path, "gpt2", {"train": [write_text(tmp_path), write_text(tmp_path, "b.txt")], "weights": weights})
 
 
@@ -341,7 +341,7 @@ def test_frozen_parameters_do_not_change(parallel: dict[str, Any], pool2: Worker
 @pytest.mark.parametrize(
     ("freeze", "words"),
     [
-        (["transformer.wpe.weigh"], r"matches no parameter. Correct the pattern. Did you mean"),
+        (["transformer.wpe.weigh"], r"matches no parameter. Fix the pattern. Did you mean"),
         (["*"], r"freezes all parameters"),
     ],
 )

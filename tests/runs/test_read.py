@@ -95,7 +95,7 @@ def test_layout_has_the_fields_of_the_parallel_table() -> None:
         ({"parallel__sequence_parallel": True}, r"sequence_parallel = True has no effect without parallel\.tensor"),
         ({"parallel__context_parallel": "ring"}, r"context_parallel = 'ring' has no effect without parallel\.sequence"),
         ({"parallel__schedule": "gpipe"}, r"schedule = 'gpipe' has no effect without parallel\.pipe"),
-        ({"model": {}}, r"has no model\.name"),
+        ({"model": {}}, r"key model\.name is missing"),
         ({"model": 3}, r"model = 3"),
     ],
     ids=str,
@@ -124,7 +124,7 @@ def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], wo
     ids=str,
 )
 def test_an_earlier_key_works_with_a_warning(old: dict[str, Any], new: dict[str, Any]) -> None:
-    with pytest.warns(FutureWarning, match=r"is now"):
+    with pytest.warns(FutureWarning, match=r"is deprecated"):
         found = config_with(**old)
     assert found == config_with(**new)
 

@@ -61,7 +61,7 @@ def test_quotes_in_tsv_are_part_of_the_text(tmp_path: Path) -> None:
         ("a.csv", "quality,text\n1\n", {}, r"Row 1 of .* has 1 fields, but the first line has 2.*data.delimiter"),
         ("a.csv", "quality,text\n", {}, "contains no rows"),
         ("a.csv", "quality,text,text\n1,a,b\n", {}, "contains the field name 'text' more than once"),
-        ("a.csv", "quality,text\n1,a\n,b\n0,c\n", {}, "The label in the field 'quality' is empty in row 2 of the data"),
+        ("a.csv", "quality,text\n1,a\n,b\n0,c\n", {}, "Row 2 of the data has an empty label in the field 'quality'"),
         ("a.csv", "", {}, "contains no rows"),
         ("a.csv", "label,text\n1,a\n0,b\n", {}, "no field 'quality'"),
         ("a.jsonl", '{"text": "a", "quality": 1}', {"delimiter": ";"}, "the data has the format jsonl"),

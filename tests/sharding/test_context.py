@@ -405,7 +405,7 @@ IDS = torch.arange(5, 18)[None]
         (
             {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 13, 13, dtype=torch.bool)},
             2,
-            "masks of all pairs of positions",
+            "a full attention mask",
         ),
         ({"input_ids": IDS, "output_hidden_states": True}, 2, "output_hidden_states=True"),
         ({"input_ids": IDS, "output_attentions": True}, 2, "output_attentions=True"),

@@ -510,7 +510,7 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
         (6, 6, "2.5d", "Pass three sizes"),
         (4, (2, 2), "3d", "Pass three sizes"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
-        (4, (2, 2), "1d", "The tensor axis is a grid of 2 x 2"),
+        (4, (2, 2), "1d", "got a grid of 2 x 2"),
         (4, (2, 2), "4d", "is not one of"),
         (10, (1, 10), "2d", "exceeds the"),
     ],

@@ -245,7 +245,7 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
-        ({"num_heads": "n_head"}, ("num_heads='n_head' is not found", "no config", "Set num_heads to the number")),
+        ({"num_heads": "n_head"}, ("num_heads='n_head' cannot be resolved", "no config", "Set num_heads to a number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads require 6")),
         (

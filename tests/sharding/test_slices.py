@@ -103,7 +103,7 @@ def test_torch_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_standalone_parallel_layer_is_not_saved() -> None:
     def do(context: ParallelContext) -> None:
         layer = Linear1D_Col.from_native_module(nn.Linear(4, 6), context.tensor)
-        with pytest.raises(ConfigError, match=r"weight of shape \(3, 4\) is a shard, so it cannot be saved"):
+        with pytest.raises(ConfigError, match=r"weight of shape \(3, 4\) is a shard and cannot be saved"):
             torch.save(nn.Sequential(layer).state_dict(), io.BytesIO())
 
     run_as_threads(do, tensor=2)

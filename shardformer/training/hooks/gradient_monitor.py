@@ -37,7 +37,7 @@ class GradientMonitor(Hook):
     ) -> None:
         is_factor = factor is None or (isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 1)
         rule = "It must be None or a number above 1"
-        check_argument("GradientMonitor.factor", factor, is_factor, rule, "Write factor=10")
+        check_argument("GradientMonitor.factor", factor, is_factor, rule, "Set factor=10")
         check_int("GradientMonitor.patience", patience, unit="steps", example=10)
         self.factor, self.patience = factor, patience
         self._norms: deque[float] = deque(maxlen=WINDOW)

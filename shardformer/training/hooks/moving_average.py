@@ -103,7 +103,7 @@ class MovingAverage(Hook):
     def before_save(self, trainer: TrainerProtocol) -> None:
         if self._weights is not None:
             raise InputError(
-                "A checkpoint cannot be saved while MovingAverage has replaced the weights by their averages.",
+                "A checkpoint cannot be saved while MovingAverage has replaced the weights with their averages.",
                 remedy="Save the checkpoint after the with block, or call engine.export inside the block.",
             )
         self._store_averages_in_optimizer(trainer.engine)
@@ -174,7 +174,7 @@ class MovingAverage(Hook):
     def _replace_weights_by_averages(self, engine: Engine) -> None:
         if self._weights is not None:
             raise InputError(
-                "MovingAverage has already replaced the weights by their averages.",
+                "MovingAverage has already replaced the weights with their averages.",
                 remedy="Leave the outer with block first, or pass MovingAverage(validate=False) to validate inside it.",
             )
         averages = [

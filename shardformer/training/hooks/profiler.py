@@ -78,7 +78,9 @@ class Profiler(Hook):
     def after_train(self, trainer: TrainerProtocol) -> None:
         self.on_exception(trainer)
         if not self.written and trainer.is_first:
-            warnings.warn("The run was too short for Profiler to write a trace. Pass a smaller wait.", stacklevel=2)
+            warnings.warn(
+                "The run was too short for Profiler to write a trace. Reduce its wait argument.", stacklevel=2
+            )
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         profiler, self._profile, self._is_ending = self._profile, None, True
@@ -106,7 +108,7 @@ def plot_memory_trace(trace_path: Path, image_path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         warnings.warn(
-            "The Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
+            "Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
     times, megabytes = read_memory_timeline(trace_path)

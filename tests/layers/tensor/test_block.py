@@ -359,7 +359,7 @@ def with_a_shorter_input(mode: str) -> None:
 
 def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> None:
     for mode in ("sequence", "overlap"):
-        with pytest.raises(ConfigError, match="shard of a sequence of 7"):
+        with pytest.raises(ConfigError, match="for a sequence of 7"):
             pool2.run(with_a_shorter_input, mode)
 
 

@@ -230,7 +230,7 @@ def test_label_outside_the_vocabulary_raises_on_all_ranks(pool4: WorkerPool, lab
     logits_TV, targets_T = batch()
     targets_T[4] = label
     for message in pool4.run(refused_before_anything_is_sent, logits_TV, targets_T):
-        assert f"The label {worst} is neither in the vocabulary, 0 to 126, nor ignore_index=-100" in message
+        assert f"The label {worst} is outside the vocabulary (0 to 126) and is not ignore_index=-100" in message
         assert "resize_token_embeddings" in message
 
 

@@ -306,7 +306,7 @@ def test_gradients_are_correct_if_autograd_copies_the_wrapper(pool2: WorkerPool,
         ("C++", "aten.exp.default does not support"),
         ("shape in place", "changes the shape or dtype of vocabulary-parallel logits"),
         ("write by data", "Attributes and out= cannot be set"),
-        ("label", "The label 127 is neither in the vocabulary"),
+        ("label", "The label 127 is outside the vocabulary"),
     ],
 )
 def test_unsupported_uses_raise(pool2: WorkerPool, how: str, words: str) -> None:

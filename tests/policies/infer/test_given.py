@@ -286,7 +286,7 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
         (Counting, ToyPolicy, "The model is not deterministic: two forward passes with the same batch differ"),
         (Seeding, ToyPolicy, "The model draws random numbers"),
         (Casting, ToyPolicy, "The model computes in torch.bfloat16 internally"),
-        (TwoTensors, ToyPolicy, "No copy of TwoTensors can be run"),
+        (TwoTensors, ToyPolicy, "Cannot run a copy of TwoTensors"),
         (ToyLM, Replacing, "The policy contains user code: the method 'layers.0.mlp.act'"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_view_of_a_block_input_does_not_enter_again() -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
         prepare_extra_block_input(prepare_extra_block_input(x, context.tensor).transpose(0, 1), context.tensor)
 
-    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) is an input of the tensor-parallel blocks twice"):
+    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) is passed to the tensor-parallel blocks twice"):
         run_as_threads(twice, tensor=2)
 
 

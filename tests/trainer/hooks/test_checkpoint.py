@@ -67,10 +67,12 @@ def test_checkpoints_are_saved_by_steps_and_old_ones_removed(tmp_path: Path) -> 
 
 
 def test_earlier_argument_names_work_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"Checkpoint\((folder|keep)=\) is now (directory|retention)="):
+    with pytest.warns(
+        DeprecationWarning, match=r"Checkpoint\((folder|keep)=\) is deprecated. Use (directory|retention)="
+    ):
         hook = Checkpoint(folder=tmp_path, keep=2)  # type: ignore[call-arg]
     assert (hook.directory, hook.retention) == (tmp_path, CheckpointRetention(2))
-    with pytest.warns(DeprecationWarning, match=r"Checkpoint\.folder is now directory"):
+    with pytest.warns(DeprecationWarning, match=r"Checkpoint\.folder is deprecated. Use directory"):
         assert hook.folder == tmp_path  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"the three newest checkpoints, pass retention=3"):
         Checkpoint(tmp_path, retention=0)

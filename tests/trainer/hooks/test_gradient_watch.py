@@ -79,7 +79,7 @@ def broken(context: ParallelContext | None = None, **how: Any) -> Trainer:
 
 
 def test_a_nonfinite_step_raises_with_the_parameter_names() -> None:
-    with pytest.raises(InputError, match=r"step 1 is nan, with nonfinite gradients in weight, bias"):
+    with pytest.raises(InputError, match=r"step 1 is nan, with non-finite gradients in weight, bias"):
         broken().fit(steps=5)
 
 
