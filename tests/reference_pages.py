@@ -61,9 +61,9 @@ def configuration_page() -> str:
     parts = [
         "# Run configuration\n",
         WRITTEN,
-        "`shardformer train --config run.toml` reads a TOML file. You can change each key on the command line: "
-        "`--set parallel.tensor=2`. Unknown keys, values of a wrong type and keys that conflict raise an error before "
-        "anything is loaded.\n",
+        "To train from a TOML file, run `shardformer train --config run.toml`. You can change each key on the command "
+        "line: `--set parallel.tensor=2`. Unknown keys, values of a wrong type and keys that conflict raise an error "
+        "before the model or the data is loaded.\n",
         EXAMPLE,
     ]
     plain = {name: field for name, field in TrainConfig.model_fields.items() if _table(field.annotation) is None}

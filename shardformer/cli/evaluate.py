@@ -45,8 +45,8 @@ def evaluate(
 ) -> None:
     """Compute the loss and metrics of a trained model on its validation data.
 
-    The model is sharded as in training. To change the layout, use --set, for example --set parallel.tensor=2. The
-    results do not depend on the layout. ZeRO is not used, because there is no optimizer.
+    The model is sharded as in training, but without ZeRO, because there is no optimizer. To change the layout, use
+    --set, for example --set parallel.tensor=2. The results do not depend on the layout.
     """
     silence_transformers()
     from shardformer.train_command.trained_model import evaluate_model

@@ -66,9 +66,9 @@ def train(
 ) -> None:
     """Train a model from a configuration file.
 
-    The file specifies the model, data, layout, optimizer, schedule and hooks. Press Ctrl-C to finish the current step
-    and save a checkpoint. Run the command again to resume from it. Under a launcher (shardformer run, srun), the
-    command is one of the processes. Otherwise, it starts them.
+    The file specifies the model, data, layout, optimizer, schedule and hooks. To stop, press Ctrl-C: the command
+    finishes the current step and saves a checkpoint. To resume from it, run the command again. The command starts all
+    processes of the layout itself, unless you run it under a launcher (shardformer run, srun).
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would print the same warnings
     from shardformer.train_command.config_schema import load_train_config

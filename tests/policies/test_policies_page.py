@@ -7,15 +7,18 @@ import io
 import re
 import runpy
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor
 
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.verification import verify
+from shardformer.verify import VerifyPipeline, verify
 from tests.scripts import PYTHON, importable_files
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,7 +46,16 @@ def _printed_by(path: str) -> str:
 
 
 def test_the_page_has_a_file_for_each_form() -> None:
-    assert list(FILES) == ["mine.py", "roles.py", "train.py", "check.py", "written.py", "first.py", "wrong.py"]
+    assert list(FILES) == [
+        "mine.py",
+        "roles.py",
+        "train.py",
+        "check.py",
+        "written.py",
+        "stacks.py",
+        "first.py",
+        "wrong.py",
+    ]
     assert list(PRINTED) == ["train.py", "wrong.py"]
 
 
@@ -52,11 +64,33 @@ def test_file_prints_the_output_on_the_page(pool2: WorkerPool, folder: Path, nam
     assert pool2.run(_printed_by, str(folder / name)) == [PRINTED[name]] * 2
 
 
-@pytest.mark.parametrize("form", ["roles", "written", "first"])
+@pytest.mark.parametrize("form", ["roles", "written", "stacks", "first"])
 def test_policies_of_the_page_train_as_one_process(pool2: WorkerPool, folder: Path, form: str) -> None:
     mine, policy = importlib.import_module("mine"), importlib.import_module(form).MyPolicy
     report = verify(mine.MyModel, mine.batch, steps=2, loss_fn=mine.loss, policy=policy, pool=pool2)
     assert report.passed and report.collectives, report
+
+
+def _tokens(step: int) -> dict[str, Tensor]:
+    ids: Tensor = importlib.import_module("mine").batch(step)["ids"]
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def _cross_entropy(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "options"),
+    [(1, {"pipeline": VerifyPipeline(2, 2)}), (2, {"config": {"enable_sequence_parallelism": True}})],
+    ids=["pipeline", "sequence parallel"],
+)
+def test_the_policy_with_stacks_supports(
+    pool2: WorkerPool, folder: Path, tensor: int, options: Mapping[str, Any]
+) -> None:
+    model, policy = importlib.import_module("mine").MyModel, importlib.import_module("stacks").MyPolicy
+    report = verify(model, _tokens, tensor, steps=2, loss_fn=_cross_entropy, policy=policy, pool=pool2, **options)
+    assert report.passed, report
 
 
 @pytest.mark.slow

@@ -46,8 +46,8 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
         "# Versions\n",
         f"ShardFormer supports Python 3.11, torch {lower_bound('torch')}, transformers {lower_bound('transformers')} "
         "and newer versions. To find out whether your versions are tested, run `shardformer check`.\n",
-        "The table shows which combinations of versions are tested. Each row is a combination, and each column is a "
-        f"test. The sign {NOT_RUN} means that the test was not run.\n",
+        "If possible, use a combination of versions from this table, because these are tested. Each row is a "
+        f"combination, and each column is a test. The sign {NOT_RUN} means that the test was not run.\n",
         "To repeat the tests, run `make test-versions`. The command creates an environment for each row, runs all "
         "tests in it and writes this page.\n",
         f"| {' | '.join(heads)} |",
@@ -63,18 +63,18 @@ def _libraries() -> list[str]:
     oldest, newest = (_pins(name) for name in (OLDEST_PINS, NEWEST_PINS))
     return [
         "## Other libraries\n",
-        "The [integrations](integrations.md) are tested with the oldest and the newest supported release of each "
-        "library. If your release is too old, an error names the oldest supported one. To repeat the tests, run "
-        "`make test-oldest` and `make test-integrations`.\n",
+        "For each library in this table, the [integrations](integrations.md) are tested with the oldest and the newest "
+        "release that you can use. If your release is too old, an error names the oldest supported one. To "
+        "repeat the tests, run `make test-oldest` and `make test-integrations`.\n",
         "| library | oldest | newest |",
         "|---|---|---|",
         *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
         "",
-        "The method `model.add_adapter` of transformers has its own minimum release of PEFT, which can be newer than "
-        "the oldest release in the table.",
+        "If you call `model.add_adapter` of transformers, you may need a newer release of PEFT than the oldest one in "
+        "the table, because transformers has its own minimum release.",
         "",
-        "Older releases of TRL are not supported, because they compute log-probabilities in a way that does not work "
-        "with sharded heads.",
+        "You cannot use older releases of TRL than the one in the table, because they compute log-probabilities in a "
+        "way that does not work with sharded heads.",
         "",
     ]
 

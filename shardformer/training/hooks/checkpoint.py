@@ -38,14 +38,14 @@ class Checkpoint(Hook):
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
-    A restarted run resumes from the newest complete checkpoint in the directory, even in the middle of an epoch, and
-    restores the states of all hooks. The run locks the directory, so that no other job can save into it.
+    If you start a run again, it resumes from the newest complete checkpoint in the directory, even in the middle of an
+    epoch, and restores the states of all hooks. While the run saves into the directory, no other job can do so.
 
-    With ``best``, a checkpoint is also saved after each validation that reaches the best value of ``metric`` so far. It
-    is kept in addition to the checkpoints of ``retention``. A resumed run remembers the best value.
+    With ``best``, the hook also saves a checkpoint after each validation with the best value of ``metric`` so far, and
+    keeps it in addition to those of ``retention``. A resumed run remembers the best value.
 
-    Saving communicates as ``Engine.save`` does, and loading the best checkpoint as ``Engine.load`` does. With ``best``,
-    each validation communicates one number.
+    Saving communicates like ``Engine.save``, and loading the best checkpoint like ``Engine.load``. With ``best``, the
+    ranks also exchange one number in each validation.
 
     Attributes:
         best_value: Best value of ``metric`` so far, or None.

@@ -49,9 +49,10 @@ class MetricsLoggingHook(Hook):
 class JsonLines(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
 
-    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
-    an earlier run under another name. Only the first rank writes. Hooks that compute metrics must come before this
-    hook. Communicates nothing.
+    Put hooks that compute metrics before this hook. Only the first rank writes. Communicates nothing.
+
+    A resumed run removes the lines of the steps that it repeats, and appends to the file. A new run keeps the file of
+    an earlier run under another name.
     """
 
     _seconds_before = _seconds = 0.0
@@ -89,8 +90,8 @@ _WRITER = (
 class TensorBoard(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
 
-    A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
-    metrics must come before this hook. Communicates nothing.
+    Put hooks that compute metrics before this hook. A resumed run hides the values of the steps that it repeats. Only
+    the first rank writes. Communicates nothing.
     """
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
@@ -165,8 +166,8 @@ class _ExperimentTracker(MetricsLoggingHook):
 class Wandb(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to Weights & Biases.
 
-    A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
-    hook. Log in with ``wandb login``, or set ``WANDB_MODE=offline`` to write files without a network.
+    Log in with ``wandb login``, or set ``WANDB_MODE=offline`` to write files without a network. Put hooks that compute
+    metrics before this hook. A resumed run continues its record. Only the first rank sends.
     """
 
     _module_name = "wandb"
@@ -205,8 +206,8 @@ class _WandbWriter:
 class Mlflow(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to MLflow.
 
-    A resumed run continues its record. Only the first rank sends. Hooks that compute metrics must come before this
-    hook. The environment variable ``MLFLOW_TRACKING_URI`` specifies the server or the database.
+    Set the environment variable ``MLFLOW_TRACKING_URI`` to your server or database. Put hooks that compute metrics
+    before this hook. A resumed run continues its record. Only the first rank sends.
     """
 
     _module_name = "mlflow"

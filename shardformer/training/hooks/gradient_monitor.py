@@ -21,7 +21,7 @@ class GradientMonitor(Hook):
     """Records the global gradient norm, warns about spikes, and ends a run whose gradients stay nonfinite.
 
     Adds ``grad_norm`` (before clipping) to ``trainer.values``, and ``skipped_steps`` after a step was skipped.
-    ``ParallelConfig(on_nonfinite=)`` determines what happens in a single step with gradients that are not finite.
+    To skip a step with gradients that are not finite, set ``ParallelConfig(on_nonfinite="skip")``.
 
     Communicates the gradient norm in each step, unless gradient clipping already does.
     """

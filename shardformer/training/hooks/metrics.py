@@ -34,12 +34,11 @@ class Metrics(Hook):
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
 
-    The predictions are the classes with the highest logits, and labels of -100 are ignored. Floating-point labels
-    belong to a regression, whose predictions are the outputs, or to a multi-label classification, whose predictions are
-    the classes with positive logits. Labels and predictions are gathered over the data-parallel ranks, so that a metric
-    covers all samples. To compute the predictions, the model runs each batch a second time.
+    The predictions are the classes with the highest logits, and labels of -100 are ignored. For floating-point labels,
+    the predictions of a regression are the outputs, and those of a multi-label classification are the classes with
+    positive logits. Validation takes longer, because the model runs each batch a second time for the predictions.
 
-    After a validation, each data rank communicates its predictions and labels.
+    A metric covers all samples: after a validation, the data-parallel ranks exchange their predictions and labels.
     """
 
     def __init__(

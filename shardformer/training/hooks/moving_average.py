@@ -32,10 +32,10 @@ class MovingAverage(Hook):
     >>> with average.applied(engine):                                                             # doctest: +SKIP
     ...     engine.export("averaged")
 
-    Each update sets ``average = decay * average + (1 - decay) * weight``, in fp32 or a wider dtype. Each rank averages
-    the weights that its optimizer updates, which are the master weights if there are any. The result is the same under
-    every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers, such as the
-    statistics of batch norms, are not averaged. While the average is applied, each rank stores its weights twice.
+    Each update sets ``average = decay * average + (1 - decay) * weight``, in fp32 or a wider dtype. The result is the
+    same under every layout. Buffers, such as the statistics of batch norms, are not averaged.
+
+    Any layout can load the average from a checkpoint. While the average is applied, a rank stores its weights twice.
 
     Steps communicate nothing. To apply the average under ZeRO, the parameters are all-gathered once.
 

@@ -22,12 +22,11 @@ ROWS = 25
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
-    Each rank writes three files to ``directory/rank0``, ``rank1``, and so on: a trace ``step-3.json`` for
-    chrome://tracing or Perfetto, a table ``step-3.txt`` of the most expensive operators, and a plot
-    ``step-3-memory.png`` of the memory over time, if matplotlib is installed. The 3 in these names is the last profiled
-    step. Profiled steps are slower.
+    Each rank writes to ``directory/rank0``, ``rank1``, and so on. If step 3 is the last profiled step, the files are a
+    trace ``step-3.json`` for chrome://tracing or Perfetto, and a table ``step-3.txt`` of the most expensive operators.
+    If matplotlib is installed, a plot ``step-3-memory.png`` shows the memory over time.
 
-    Communicates nothing.
+    Profiled steps are slower. Communicates nothing.
     """
 
     def __init__(

@@ -30,9 +30,9 @@ REFRESHES_PER_S = 4
 class Progress(Hook):
     """Shows a progress bar with loss, remaining time, speed and memory, or prints lines if there is no terminal.
 
-    The bar shows as many values as fit into the terminal, and always the step, the loss and the remaining time. A
-    notebook also shows a bar. Only the first rank prints. To show speed and memory, add ``Throughput()`` before this
-    hook. Communicates nothing.
+    The bar always shows the step, the loss and the remaining time, and as many other values as fit into the terminal.
+    To show speed and memory, add ``Throughput()`` before this hook. A notebook also shows a bar. Only the first rank
+    prints. Communicates nothing.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Throughput(Hook):
     - ``samples_per_s`` and ``tokens_per_s``: samples and tokens of the global batch per second, averaged over the last
       steps. Padding tokens and the time to load data are included. Validation and saving are excluded.
     - ``flops_per_s``: floating-point operations per second of matrix products, convolutions and attention on all ranks.
-      The operations of forward, backward and recomputation are counted in the first step. Later steps assume the same
-      number per token.
+      The operations, including recomputation, are counted in the first step. Later steps assume the same number per
+      token.
     - ``memory_bytes``: highest peak memory of any rank so far. On a GPU, it is the memory that torch has allocated, and
       otherwise the memory of the process.
 
