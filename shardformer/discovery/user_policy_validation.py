@@ -20,6 +20,7 @@ from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import compute_model_fingerprint
 from shardformer.discovery import reduced_model, validation
 from shardformer.discovery.derive_policy import DerivedPolicy
+from shardformer.discovery.example_inputs import iter_inputs_for_known_arguments
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
 from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_with_shared_weights
 from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
@@ -221,6 +222,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_siz
         type(policy),
         options,
         tensor_parallel_size,
+        policy.shard_config.enable_sequence_parallelism,
         hash((*compute_model_fingerprint(model), *plan.get_lines_to_compare_across_ranks())),
     )
     with _ONE_AT_A_TIME:
@@ -324,6 +326,7 @@ class _PolicyValidator:
 
     def __init__(self, reduced: ReducedModel, policy: Policy, tp_size: int) -> None:
         self._reduced, self._policy, self._tensor = reduced, policy, tp_size
+        self._enable_sequence_parallelism = False
         try:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
             first = reduced_model.ReferenceGradients.from_model(native, reduced.forward_fn)
@@ -352,7 +355,7 @@ class _PolicyValidator:
         """
         fault = self._find_training_failure(self._policy)
         if fault is None:
-            return None
+            return self._find_sequence_parallel_error()
         if self._draws_random_numbers:
             raise _ValidationImpossibleError(
                 "The model draws random numbers, which differ between the shards and the full model."
@@ -368,6 +371,25 @@ class _PolicyValidator:
                 "."
             )
             + ". If the difference is intended, set validate = False in the policy.",
+        )
+
+    def _find_sequence_parallel_error(self) -> PolicyError | None:
+        """Return an error if the policy is correct, but not with the sequence parallelism of its config."""
+        known_inputs = dict(iter_inputs_for_known_arguments(self._reduced.model))
+        has_guessed_shapes = len(self._reduced.batch.keys() - known_inputs) > 1  # one may have no tokens
+        is_enabled = self._policy.shard_config.enable_sequence_parallelism
+        if not is_enabled or self._draws_random_numbers or has_guessed_shapes:
+            return None
+        self._enable_sequence_parallelism = True
+        if (fault := self._find_training_failure(self._policy)) is None:
+            return None
+        name, model = type(self._policy).__name__, type(self._reduced.model).__name__
+        return PolicyError(
+            f"The policy does not support sequence parallelism: sharded by {name} over {self._tensor} ranks with "
+            f"enable_sequence_parallelism=True, {model} {fault.problem}.",
+            rule=RULE,
+            remedy="Describe the linear layers of each attention module and MLP as a block, and modules that need all "
+            "tokens in SequenceParallelHints (docs/policies.md). Or set enable_sequence_parallelism=False.",
         )
 
     def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyValidationFailure]]:
@@ -430,7 +452,11 @@ class _PolicyValidator:
         if (find_policy := policy.find_submodel_policy) is not None:
             copied.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find_policy(part)))
         try:
-            config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
+            config = ShardConfig(
+                context=context,
+                enable_sequence_parallelism=self._enable_sequence_parallelism,
+                extra_kwargs=dict(policy.shard_config.extra_kwargs),
+            )
             shard_for_validation(model, config, copied)
         except Exception as error:
             raise _ValidationImpossibleError(validation.summarize_error(error)) from error

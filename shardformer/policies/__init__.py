@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardformer.public_names import make_lazy_getattr_and_all
 
 if TYPE_CHECKING:
+    from shardformer.pipeline.layer_sequence import LayerStackDescription as LayerStackDescription
     from shardformer.pipeline.layer_sequence import PipelineHints as PipelineHints
     from shardformer.pipeline.layer_sequence import SequenceParallelHints as SequenceParallelHints
     from shardformer.policies.module_descriptions import BlockArguments as BlockArguments

@@ -44,6 +44,7 @@ from shardformer.tensor_parallel.grid_layers import (
     GridTensorParallelBlock,
     ParallelLayerClasses,
 )
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.linear_communication import prepare_extra_block_input, register_random_state_sync_hooks
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.quantized_linear import QuantizedParallelLinear
@@ -64,6 +65,8 @@ def install_tensor_parallel_hooks(
     axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_no_layer_is_attention_or_mlp(plan, metadata.activations)
+    if grid is None:
+        _check_linear_layers_are_in_blocks(plan, metadata.activations)
     streams = _shard_layer_stack_activations(model, plan, metadata, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):
         for module in model.modules():
@@ -149,6 +152,27 @@ def _check_no_layer_is_attention_or_mlp(plan: ShardingPlan, activation_layout: A
                 remedy="Set enable_sequence_parallelism=False, or pass the path of layers with a residual "
                 "connection to LayerStack(layers=...).",
             )
+
+
+def _check_linear_layers_are_in_blocks(plan: ShardingPlan, activation_layout: ActivationLayout) -> None:
+    """Raise ConfigError if a parallel linear layer would receive only its rank's tokens under sequence parallelism."""
+    described = [*plan.full_sequence_modules, *plan.token_free_modules]
+    for _, block in plan.blocks:
+        described += [block.entry, *block.columns, *block.cross_columns, block.row]
+    inside_blocks = tuple(f"{path}." for path in described if path)
+    for stack in plan.stacks:
+        if not stack.get_activation_layout(activation_layout).is_stack_sharded:
+            continue
+        for path, replacement in plan.replacements.items():
+            target = replacement.target_module
+            is_linear = isinstance(target, type) and issubclass(target, Linear1D_Col | Linear1D_Row)
+            if is_linear and path.startswith(f"{stack.layers}.") and not f"{path}.".startswith(inside_blocks):
+                raise ConfigError(
+                    f"Sequence parallelism cannot shard the linear layer {path}, because no block of the policy "
+                    "contains it.",
+                    remedy="Add a BlockDescription with the linear layers of its attention module or MLP to blocks of "
+                    "the ModulePolicyDescription (docs/policies.md), or set enable_sequence_parallelism=False.",
+                )
 
 
 def _install_layer_stack_hooks(

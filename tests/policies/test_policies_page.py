@@ -15,9 +15,13 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardformer.errors import ConfigError, PolicyError
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
 from shardformer.verify import VerifyPipeline, verify
 from tests.scripts import PYTHON, importable_files
 
@@ -91,6 +95,42 @@ def test_the_policy_with_stacks_supports(
     model, policy = importlib.import_module("mine").MyModel, importlib.import_module("stacks").MyPolicy
     report = verify(model, _tokens, tensor, steps=2, loss_fn=_cross_entropy, policy=policy, pool=pool2, **options)
     assert report.passed, report
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_without_blocks_is_refused(folder: Path) -> None:
+    mine, stacks = importlib.import_module("mine"), importlib.import_module("stacks")
+    written = importlib.import_module("written")
+
+    class WithoutBlocks(stacks.MyPolicy):  # type: ignore[misc, name-defined]
+        def module_policy(self) -> dict[str, Any]:
+            return written.MyPolicy.module_policy(self)  # type: ignore[no-any-return]
+
+    def shard(context: ParallelContext) -> None:
+        shard_model(mine.MyModel(), context=context, policy=WithoutBlocks, enable_sequence_parallelism=True)
+
+    with pytest.raises(ConfigError, match=r"cannot shard the linear layer layers.0.attn.q, because no block"):
+        run_as_threads(shard, tensor=2, one_at_a_time=True)
+
+
+@pytest.mark.slow
+def test_a_module_that_needs_all_tokens_but_is_not_listed_is_refused(folder: Path) -> None:
+    mine, stacks = importlib.import_module("mine"), importlib.import_module("stacks")
+
+    class Shifted(nn.Module):
+        """Adds the previous token to each token."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def shard(context: ParallelContext) -> None:
+        model = mine.MyModel()
+        for layer in model.layers:
+            layer.norm1 = nn.Sequential(layer.norm1, Shifted())
+        shard_model(model, context=context, policy=stacks.MyPolicy, enable_sequence_parallelism=True)
+
+    with pytest.raises(PolicyError, match="does not support sequence parallelism: sharded by MyPolicy over 2 ranks"):
+        run_as_threads(shard, tensor=2, one_at_a_time=True)
 
 
 @pytest.mark.slow
