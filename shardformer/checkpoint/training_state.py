@@ -45,7 +45,7 @@ from shardformer.random_state import get_rng_states, set_rng_states
 from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatParamShard, ParamSlice
 from shardformer.zero.optimizer_state_view import COORDINATES_KEY, load_state_dict_in_place
-from shardformer.zero.zero_optimizer import ZeroOptimizer
+from shardformer.zero.zero_optimizer import ZeroOptimizer, unwrap_zero_optimizers
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Schedulers = LRScheduler | Sequence[LRScheduler] | None
@@ -431,7 +431,6 @@ class OptimizerStates:
 
 def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpointTensors) -> list[OptimizerStates]:
     """Collect the state of an optimizer, a list of optimizers or a ZeRO optimizer for a checkpoint."""
-    plain: list[Optimizer] = []
     for each in as_list(optimizer):
         if not isinstance(each, Optimizer):
             raise ConfigError(
@@ -443,11 +442,15 @@ def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpoi
                 "The optimizer was created by shard_optimizer for another model.",
                 remedy="Pass the model that you passed to shard_optimizer.",
             )
-        plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
+    plain = unwrap_zero_optimizers(as_list(optimizer))
     for each in plain:
         _check_saves_only_torch_state(each)
-    saved = [stateful for each in plain for stateful in (each, *_find_nested_optimizers(each))]
-    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(saved)]
+    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(with_nested_optimizers(plain))]
+
+
+def with_nested_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return each optimizer, followed by the optimizers that it contains."""
+    return [each for optimizer in optimizers for each in (optimizer, *_find_nested_optimizers(optimizer))]
 
 
 def _check_saves_only_torch_state(optimizer: Optimizer) -> None:

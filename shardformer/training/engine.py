@@ -41,7 +41,7 @@ from shardformer.training.data_loader import (
     move_to_device,
 )
 from shardformer.weights.save_pretrained import export_pretrained
-from shardformer.zero.zero_optimizer import ZeroOptimizer
+from shardformer.zero.zero_optimizer import ZeroOptimizer, unwrap_zero_optimizers
 
 POSITION_KEY, USER_STATE_KEY = "engine", "user"
 """Keys of the engine's own values and of the user's values in ``extra`` of a checkpoint."""
@@ -157,7 +157,7 @@ class Engine:
     def summary(self) -> tuple[str, dict[str, str]]:
         """Return the title and the rows of a table that describes the engine and its progress."""
         total, local = count_total_and_local_params(self.model)
-        kinds = [type(inner).__name__ for each in self.optimizers for inner in getattr(each, "inner", (each,))]
+        kinds = [type(each).__name__ for each in unwrap_zero_optimizers(self.optimizers)]
         return f"Engine of {type(self.model).__name__}", {
             "layout": f"{self.layout} (rank {self.context.rank} of {self.world.size})",
             "parameters": f"{total:,}, of which {local:,} on this rank",
@@ -573,7 +573,7 @@ class Engine:
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
         if (monitor := get_sharding_metadata(model).monitor) is not None:
-            monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
+            monitor.has_several_optimizers = len(unwrap_zero_optimizers(optimizers)) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.has_data:
             self.data.set_parallel_context(context)

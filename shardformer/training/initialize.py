@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
-from shardformer.checkpoint.training_state import ModelCheckpointTensors
+from shardformer.checkpoint.training_state import ModelCheckpointTensors, with_nested_optimizers
 from shardformer.comm.collective_call import run_and_compare_across_ranks
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
@@ -68,6 +68,7 @@ from shardformer.training.user_changes import (
 )
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_optimizers_on_error
 from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
+from shardformer.zero.zero_optimizer import unwrap_zero_optimizers
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
@@ -297,10 +298,11 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
         text = f"engine.reshard rebuilds the model without its compiled modules. Call {where}.compile() again."
         warnings.warn(text, stacklevel=3)
     checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
-    optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
+    optimizers = unwrap_zero_optimizers(engine.optimizers)
+    all_optimizers = with_nested_optimizers(optimizers)
     with (
         restore_rng_states_on_error(engine.context.device),
-        rollback_optimizers_on_error(optimizers, engine.schedulers),
+        rollback_optimizers_on_error(all_optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
         with record_changes_if_lazy(rebuild_arguments.meta_model):
@@ -315,7 +317,7 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
         )
         pipeline = make_pipeline(model, config, rebuild_arguments.loss_fn, rebuild_arguments.loss_weight)
         tensors: dict[str, Tensor] = ModelCheckpointTensors(model).tensors
-        for optimizer, names_of_groups in zip(optimizers, old.param_names_by_group, strict=True):
+        for optimizer, names_of_groups in zip(all_optimizers, old.param_names_by_group, strict=True):
             detach_zero_optimizer(optimizer)
             optimizer.state.clear()
             for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):

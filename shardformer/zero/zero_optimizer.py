@@ -630,6 +630,11 @@ class ZeroOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
+def unwrap_zero_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers, with the user's optimizers instead of each ZeroOptimizer."""
+    return [own for each in optimizers for own in (each.inner if isinstance(each, ZeroOptimizer) else [each])]
+
+
 def _get_state_dict_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     """Summarize the structure of a saved optimizer state, for comparison with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]

@@ -140,3 +140,23 @@ def save(run: Run, folder: Path, step: int) -> Path:
 
 def load(run: Run, folder: Path) -> LoadedCheckpoint:
     return load_checkpoint(run.model, folder, run.optimizer, scheduler=run.scheduler)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Average the weights of an inner optimizer every second step. Both optimizers have a state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[param]
+            if not state:
+                state.update(slow=param.clone(), step=0)
+            state["step"] += 1
+            if state["step"] % 2 == 0:
+                param.copy_(state["slow"].lerp_(param, 0.5))

@@ -25,6 +25,7 @@ from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import LAMB
 from shardformer.zero.shard_optimizer import shard_optimizer
+from tests.checkpoint.runs import Lookahead
 from tests.optim.test_owners import muon
 
 STOP, END = 3, 5
@@ -33,26 +34,6 @@ Make = Callable[[nn.Module], Any]
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Average the weights of an inner optimizer every second step. Both optimizers have a state."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
-        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state = self.state[param]
-            if not state:
-                state.update(slow=param.clone(), step=0)
-            state["step"] += 1
-            if state["step"] % 2 == 0:
-                param.copy_(state["slow"].lerp_(param, 0.5))
 
 
 class LookaheadWithState(Lookahead):

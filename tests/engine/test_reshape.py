@@ -18,7 +18,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize
 from shardformer.verify.small_models import DEFAULT_HEAD, SmallModelFactory
-from tests.checkpoint.runs import build
+from tests.checkpoint.runs import Lookahead, build
 from tests.engine.test_engine import rows
 
 Layout = dict[str, Any]
@@ -32,10 +32,12 @@ LAYOUTS: list[Layout] = [
 ]
 
 
-def made(family: str, layout: Layout, **options: Any) -> Engine:
+def made(family: str, layout: Layout, *, has_nested_optimizer: bool = False, **options: Any) -> Engine:
     torch.manual_seed(0)
     model = build(family).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if has_nested_optimizer:
+        optimizer = Lookahead(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     data = [{**row, "labels": row["labels"].clamp(min=3)} for row in rows(24)]
     return initialize(model, optimizer, None, data, scheduler, layout, batch_size=4, **options)
@@ -66,13 +68,13 @@ def pairs_in_a_row(count: int) -> list[int]:
 
 
 def _tour(
-    family: str, layouts: list[Layout] | None = None, way: list[int] | None = None
+    family: str, layouts: list[Layout] | None = None, way: list[int] | None = None, **options: Any
 ) -> tuple[float, list[ReshardStats]]:
     if layouts is None:
         # every pair for one of them; a family that is found is found anew for each layout
         layouts = LAYOUTS if family == "llama" else LAYOUTS[:3] if family in DEFAULT_HEAD else LAYOUTS[:2]
     way = way or pairs_in_a_row(len(layouts))
-    stays, engine = made(family, layouts[0]), made(family, layouts[0])
+    stays, engine = made(family, layouts[0], **options), made(family, layouts[0], **options)
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
     moves = []
     for then in way[1:]:
@@ -86,6 +88,15 @@ def _tour(
 def test_reshard_through_a_sequence_of_layouts(pool4: WorkerPool) -> None:
     ring = [*range(len(LAYOUTS)), 0]
     assert max(difference for difference, _ in pool4.run(_tour, "llama", LAYOUTS, ring)) < 1e-6
+
+
+def _nested_tour() -> float:
+    way = [0, 0, 0, 1, 1, 2, 2]  # the wrapper averages the weights in every second step
+    return _tour("llama", [{"data": 2}, {"tensor": 2}, {"data": 2, "zero_stage": 3}], way, has_nested_optimizer=True)[0]
+
+
+def test_reshard_moves_the_states_of_a_nested_optimizer(pool2: WorkerPool) -> None:
+    assert max(pool2.run(_nested_tour)) < 1e-6
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.elementwise_trial import compute_state_after_one_step
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.zero_optimizer import ZeroOptimizer
+from shardformer.zero.zero_optimizer import ZeroOptimizer, unwrap_zero_optimizers
 
 KEY = "moving_average"
 """Key of the average in optimizer states, while a checkpoint is saved or loaded and between two runs."""
@@ -223,10 +223,9 @@ def _find_zero_optimizer(engine: Engine) -> ZeroOptimizer | None:
 
 def _iter_params_with_groups(engine: Engine) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
     """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
-    for each in engine.optimizers:
-        for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
-            for group in optimizer.param_groups:
-                yield from ((optimizer, group, param) for param in group["params"])
+    for optimizer in unwrap_zero_optimizers(engine.optimizers):
+        for group in optimizer.param_groups:
+            yield from ((optimizer, group, param) for param in group["params"])
 
 
 def _iter_optimizers_and_params(engine: Engine) -> Iterator[tuple[Optimizer, Tensor]]:
