@@ -45,6 +45,7 @@ OTHER_DEFAULTS = {
     "shardformer.launch_from_torch.sequence": "None: the size in its config file, or 1",
     "shardformer.launch_from_torch.tensor": "None: the size in its config file, or the remaining processes",
     "shardformer.policies.LayerStack.sequence": "hints for sequence parallelism, not a number of ranks",
+    "shardformer.policies.LayerStackDescription.sequence": "hints for sequence parallelism, not a number of ranks",
     "shardformer.verify.VerifyPipeline.pipe": "a pipeline has two stages at least",
     "shardformer.verify.VerifyTraining.average_loss_over": "None: that of Pipeline.step or of loss.backward()",
     "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",

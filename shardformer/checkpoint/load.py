@@ -368,7 +368,7 @@ class LoadPlan:
         saved = self.index.values["optimizers"]
         if optimizer_states and len(saved) != len(optimizer_states):
             raise ConfigError(
-                f"optimizer= has {len(optimizer_states)} optimizers, but {self._where} was saved with {len(saved)}.",
+                f"Got {len(optimizer_states)} optimizers, but {self._where} was saved with {len(saved)}.",
                 remedy="Create the optimizers as in the saved run, or omit optimizer= to load only the weights.",
             )
         has_saved_dtypes = all(

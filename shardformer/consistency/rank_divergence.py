@@ -217,7 +217,7 @@ class RankConsistencyMonitor:
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
     def check_all_reduced_hash_signs(self, reduced_signs: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank if data parallel ranks have different hashes.
+        """Raise InputError on every rank if the hashed states of data-parallel ranks differ.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
@@ -309,7 +309,7 @@ class RankConsistencyMonitor:
         details = ", ".join(f"rank {axis.ranks[rank]}: {_format_diverging_value(values[rank])}" for rank in compared)
         first, second, group = axis.ranks[other], axis.ranks[odd], axis.name.replace("_", " and ")
         raise InputError(
-            f"Among the {axis.size} {group} ranks, ranks {first} and {second} have different {fact.value_name} "
+            f"Ranks {first} and {second} of the {axis.size} {group} ranks have different {fact.value_name} "
             f"({details}).",
             rule=fact.rule,
             remedy=fact.remedy,

@@ -210,7 +210,7 @@ class ContextParallelState:
     def find_layout_by_local_length(
         self, local_length: int, layout_by_length: Mapping[int, SequenceLayout] | None = None
     ) -> SequenceLayout | None:
-        """Find the sequence that has ``local_length`` positions on this rank.
+        """Find the layout of the sequence that has ``local_length`` positions on this rank.
 
         The default ``layout_by_length`` are all sequences so far. All-gathers one integer per rank if two of them have
         the same local length on some rank.
@@ -258,7 +258,7 @@ class ContextParallelState:
             argument = "".join(map(str, argument_path[1:])) if isinstance(argument_path, tuple) else argument_path
             raise InputError(
                 f"Context parallelism cannot shard the layer argument {argument} of shape {tuple(tensor.shape)}, "
-                "because several of its dimensions have the sequence length.",
+                "because more than one of its dimensions is as long as the sequence.",
                 remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of a full attention "
                 "mask, or use another sequence length.",
             )

@@ -340,7 +340,7 @@ SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
 def map_local_shard(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply a function that treats each position separately to the local positions of a tensor."""
+    """Apply a position-wise function to the local positions of a tensor."""
     return (
         SequenceShardedTensor(fn(tensor.local), tensor.rows, tensor.shard_dim)
         if isinstance(tensor, SequenceShardedTensor)

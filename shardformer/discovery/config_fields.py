@@ -95,7 +95,7 @@ class IntConfigField:
         return bool(self.changed_sizes) and not self.has_changed_structure and all(computed)
 
     def is_divisor_of_size(self) -> bool:
-        """Return whether a size in a layer, such as the head dim, is inversely proportional to this config field."""
+        """Return whether this config field divides a size of a layer, as the number of heads divides the head dim."""
         ratio = Fraction(self.value, self.changed_value)
         if any(new == old * ratio**2 != old for old, new in self.changed_sizes.values() if isinstance(old, int)):
             return False  # image patches

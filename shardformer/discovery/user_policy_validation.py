@@ -121,8 +121,8 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     if failure is not None:
         raise PolicyError(
             f"{type(policy).__name__} does not match your code in {path} ({type(module).__name__}): {failure}.",
-            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
-            "of the library.",
+            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the "
+            "original class of transformers or timm.",
         )
 
 

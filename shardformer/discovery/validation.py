@@ -280,7 +280,9 @@ def _check_gradients_match(model: nn.Module, stage_gradients: Mapping[str, Tenso
     bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_abs_difference(gradient, stage_gradients[name]) <= bounds[name]:
-            raise TrainingMismatchError(f"The gradient of {name} over pipeline stages differs from the full model.")
+            raise TrainingMismatchError(
+                f"The gradient of {name} differs between the pipeline stages and the full model."
+            )
 
 
 def _get_float_outputs(model_output: Any) -> list[Tensor]:

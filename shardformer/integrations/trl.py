@@ -323,8 +323,8 @@ def _make_sharded_head_forward(fused_forward: FunctionType, model: nn.Module) ->
         return fused_forward
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
-            f"ShardFormer does not support trl {trl.__version__} with a head that is sharded over ranks.",
-            remedy="Install trl 1.16, or use only the data axis.",
+            f"ShardFormer cannot shard the LM head with trl {trl.__version__}.",
+            remedy="Install trl 1.16, or use data parallelism only.",
         )
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(

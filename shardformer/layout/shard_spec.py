@@ -268,8 +268,7 @@ class ShardSpec:
             full = getattr(splits[0], "full", None)
             if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
-                    f"The split of dimension {dim} has the length {full}, which does not match a tensor of shape "
-                    f"{self.shape}.",
+                    f"The split of dimension {dim} has {full} elements, but the tensor has the shape {self.shape}.",
                     remedy="Pass a split as long as the dimension, for example Split.even(shape[dim], ranks).",
                 )
             if 0 in [count for *_, count in self._ranges_with_rank_counts_by_dim[dim]]:

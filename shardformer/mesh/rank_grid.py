@@ -117,7 +117,7 @@ class RankGrid:
         return tuple(tuple(line) for line in found.values())
 
     def with_reshaped_axes(self, source_axes: Sequence[str], new_axis_sizes: Mapping[str, int]) -> RankGrid:
-        """Return a copy of the grid with new axes that reshape the axes ``source_axes``.
+        """Return a copy of the grid in which new axes replace ``source_axes``, with the same number of ranks.
 
         Raises ConfigError if names or sizes do not fit.
         """

@@ -83,9 +83,8 @@ def check_checksums_match_across_ranks(checksums: Sequence[int], axis: Axis, ten
         usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
         others = ", ".join(str(rank) for rank, checksum in enumerate(checksums) if checksum != usual)
         raise InputError(
-            f"{tensor_name} must be identical on all {axis.name} ranks, but rank {others} of {axis.size} has different "
-            "values.",
-            remedy='Use the same batch and random seed on all tensor ranks, or use to="host".',
+            f"{tensor_name} must be identical on all {axis.size} {axis.name} ranks, but differs on rank {others}.",
+            remedy='Use the same batch and random seed on all tensor ranks, or offload activations with to="host".',
         )
 
 

@@ -192,7 +192,7 @@ class _InputAndWeightGradNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _get_needs_input_grad(self, select_weights: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` flags that select the gradients of weights, or all other gradients."""
+        """Return the ``needs_input_grad`` flags for the gradients of weights, or for all other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._get_connected_edge_indices())
@@ -220,7 +220,7 @@ class _InputAndWeightGradNode:
                 yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """Return a graph edge that makes autograd accumulate ``grad`` in the usual order.
+        """Return a graph edge that makes autograd accumulate ``grad`` in the order of an ordinary backward pass.
 
         A leaf accumulates gradients in the order of arrival, and floating-point sums depend on this order. A gradient
         that is passed to autograd for the leaf itself would arrive first. A view of the leaf that has the position of

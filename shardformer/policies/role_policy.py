@@ -81,8 +81,8 @@ class RolePolicy(Policy):
             similar = next(iter(get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)), None)
             if name not in known and similar:
                 raise PolicyError(
-                    f"{cls.__name__} defines the unknown attribute {name!r}.",
-                    remedy=f"Rename it to {similar!r}, or use a less similar name if it is your own attribute.",
+                    f"{cls.__name__} sets {name!r}, which is not a field of a policy.",
+                    remedy=f"Rename it to {similar!r}. For your own attribute, choose a less similar name.",
                 )
 
     def set_model(self, model: nn.Module) -> None:
@@ -370,9 +370,10 @@ def check_no_missing_roles(
         more = f", nor for {', '.join(map(repr, others))}" if others else ""
         share = f"{p.numel() / total:.1%}"
         raise PolicyError(
-            f"The policy has no rule for {name!r} of shape {tuple(p.shape)}, {share} of all parameters{more}.",
-            remedy="Add a role that shards this matrix, or add its path to `keep_replicated` of the policy "
-            f"({known or 'now empty'}).",
+            f"The policy has no rule for {name!r} of shape {tuple(p.shape)}, which contains {share} of all "
+            f"parameters{more}.",
+            remedy="Add a role that shards this weight, or add its path to the policy's `keep_replicated`, which is "
+            f"{known or 'empty'} now.",
         )
 
 

@@ -65,7 +65,7 @@ def install_tensor_parallel_hooks(
     axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_no_layer_is_attention_or_mlp(plan, metadata.activations)
-    if grid is None:
+    if grid is None and metadata.activations.is_stack_sharded:
         _check_linear_layers_are_in_blocks(plan, metadata.activations)
     streams = _shard_layer_stack_activations(model, plan, metadata, config, grid)
     if any(stream.layout.get_stack_shard(axis.name) for stream in streams.values()):

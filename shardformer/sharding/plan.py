@@ -281,7 +281,7 @@ def _add_attribute_changes(
             near = suggest_similar_names(wrong, [n for n in known if n[:1] != "_"])
             where = join_path(module_path, owner_path) or "The model"
             raise PolicyError(
-                f"{where} has no attribute {attribute!r}, which the policy changes.",
+                f"{where} has no attribute {attribute!r}, but the policy changes it.",
                 remedy=f"Fix the name in attribute_replacement. {near}",
             )
         even_submodules = [

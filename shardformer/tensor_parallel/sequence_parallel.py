@@ -267,7 +267,7 @@ class GatherActivationsHook:
     _random: LocalRNGState
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the module, for example after an exception in the forward pass."""
+        """Restore the random state that was active before the forward pass, for example after an exception in it."""
         self._random.exit_local_rng_state()
 
 
@@ -348,7 +348,7 @@ def get_first_tensor_arg(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Te
 def _get_first_tensor_kwarg_name(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without a tensor.", remedy="Pass the hidden states to the layer.")
+        raise InputError("A layer was called without hidden states.", remedy="Pass the hidden states as a tensor.")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 

@@ -152,7 +152,7 @@ def get_panel_title(metric_name: str) -> str:
 
 
 class LayoutChange(NamedTuple):
-    """The last step before a run was resumed or its layout changed, and a description of the change."""
+    """A point in a run at which it was resumed or its layout changed: the last step before it, and a description."""
 
     step: int
     text: str

@@ -474,7 +474,7 @@ class ModelSource:
         return HEAD_CLASSES[self.model_type]
 
     def with_head_class(self, head_class: str) -> ModelSource:
-        """Return the source of the same model with another head class. Raises ConfigError for an unknown head."""
+        """Return a source that builds this model with another head class. Raises ConfigError for an unknown head."""
         if isinstance(self.model_fn, ReducedModelFactory):
             _check_transformers_class_exists(head_class, self.title)
             return _make_source_from_model_type(self.model_type, head_class)

@@ -212,8 +212,8 @@ class Stage3ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"ZeRO stage 3 does not support the in-place change of a parameter of {self.name}.",
-                remedy="Let only the optimizer change parameters, or use stage=2.",
+                f"A parameter of {self.name} was modified in place, which ZeRO stage 3 does not support.",
+                remedy="Modify parameters only in the optimizer step, or use stage=2.",
             )
         memories = [get_storage_id(values) for values in self.bases]
         for memory in memories:

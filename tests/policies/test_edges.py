@@ -526,7 +526,9 @@ def test_invalid_model_is_refused() -> None:
 
 def test_invalid_policy_is_refused() -> None:
     refused(PolicyError, ToyLM, "as config=...", policy=ShardConfig())
-    with pytest.raises(PolicyError, match=r"defines the unknown attribute 'embedings'.*Rename it to 'embeddings'"):
+    with pytest.raises(
+        PolicyError, match=r"sets 'embedings', which is not a field of a policy.*Rename it to 'embeddings'"
+    ):
         type("Misspelt", (RolePolicy,), {"embedings": "embed"})
     with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):
         Attention("attn", AttentionProjections(out="o"), {"num_heads": "head"})
