@@ -243,4 +243,4 @@ def test_rows_are_families_and_columns_are_options() -> None:
 
 def test_the_readme_counts_the_families() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    assert f"{len(SMALL_CONFIGS)} families of transformers" in readme
+    assert f"{len(SMALL_CONFIGS)} transformers model families" in readme
