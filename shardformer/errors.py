@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from importlib import import_module
@@ -312,3 +312,10 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.1f} {unit}"
     return f"{num_bytes:,.0f} B"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for a message, as "rank 3" or "ranks 0, 2 and 5 more"."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
 
 from shardformer.comm.collectives import all_gather_ints, all_gather_objects, broadcast_object
-from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.errors import ConfigError, InputError, ShardFormerError, format_ranks
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveAnnouncement
 
@@ -181,7 +181,7 @@ def _raise_collective_call_mismatch(call_names: Sequence[str], axis: Axis) -> No
     ranks: dict[str, list[int]] = {}
     for rank, call in zip(axis.ranks, call_names, strict=True):
         ranks.setdefault(call, []).append(rank)
-    calls_by_rank = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
+    calls_by_rank = " and ".join(f"{format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
         f"The ranks made different collective calls: {calls_by_rank}.",
         rule="Make the same collective calls in the same order on all ranks.",
@@ -215,11 +215,6 @@ def _suggest_call_on_every_rank(*call_names: str) -> str:
         "that "
         "writes files ensures that only the first rank writes"
     )
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action_description: str) -> T:

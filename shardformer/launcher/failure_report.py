@@ -10,8 +10,8 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardformer.errors import TRACEBACK_VARIABLE, format_error, is_traceback_enabled
-from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, format_current_lines_by_rank, format_ranks
+from shardformer.errors import TRACEBACK_VARIABLE, format_error, format_ranks, is_traceback_enabled
+from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, format_current_lines_by_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -19,10 +19,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardformer.errors import format_ranks
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -213,13 +215,6 @@ def format_current_lines_by_rank() -> list[str]:
         for place, of in sorted(ranks.items(), key=lambda item: len(item[1]))
         if place
     ]
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message, as "rank 3" or "ranks 0, 2 and 5 more"."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _record_stuck_processes(pids: list[int], signum: signal.Signals, waited_s: float) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, LaunchError, WorkerError, check_int
+from shardformer.errors import ConfigError, LaunchError, WorkerError, check_int, format_ranks
 from shardformer.local_ranks import worker_process
 from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, WorkerReply, WorkerRequest
 
@@ -384,15 +384,11 @@ def _make_worker_error(fn_name: str, failures: Sequence[_RankFailure]) -> Worker
         reports.setdefault((outcome.kind, outcome.description, outcome.details), []).append(outcome.rank)
         if outcome.kind == first:
             headline.setdefault(outcome.description, []).append(outcome.rank)
-    what = "; ".join(f"{_format_ranks(ranks)} {what}" for what, ranks in headline.items())
+    what = "; ".join(f"{format_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
-        remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
+        remedy += f"\n\n{format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
     return WorkerError(f"The call to {fn_name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 WEEK_S = 7 * 24 * 3600.0

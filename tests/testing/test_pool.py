@@ -228,8 +228,8 @@ def test_same_error_on_all_ranks_is_raised_and_keeps_workers(pool: WorkerPool) -
     [
         (refuse, (InputError, 1), ["rank 1 raised InputError: value=1"]),
         (raise_each_its_own, (), ["rank 0 raised KeyError: 0; rank 1 raised KeyError: 1", "in raise_each_its_own"]),
-        (leave, (), ["failed: ranks 0 and 1 raised SystemExit: left. ", "in leave"]),
-        (unsendable, (), ["ranks 0 and 1 raised", "<lambda>"]),
+        (leave, (), ["failed: ranks 0, 1 raised SystemExit: left. ", "in leave"]),
+        (unsendable, (), ["ranks 0, 1 raised", "<lambda>"]),
         (
             raise_alone,
             (1,),
