@@ -55,7 +55,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "tied adapters (`ensure_weight_tying=True`) and other adapters that share weights between layers, with a "
             "`tensor` or `pipe` axis",
-            "Sharding would separate them. Use data parallelism",
+            "Tensor and pipeline parallelism would separate the shared weights. Use data parallelism",
             {"tied adapters": ("share memory",), "tied adapters and pipe": ("share memory",)},
         ),
         Refusal(
@@ -66,7 +66,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "`lora_bias=True` on a row-parallel layer; DoRA on embeddings; variants of LoRA other than DoRA, under "
             "tensor parallelism",
-            "Not implemented",
+            "ShardFormer doesn't implement these options",
             {
                 "lora_bias": ("once per rank",),
                 "DoRA on the embedding": ("DoRA needs the norms of all embedding vectors",),
@@ -80,7 +80,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "dropout of an adapter on a replicated linear layer between blocks, with sequence parallelism",
-            "Each rank has different positions of the sequence",
+            "Each rank processes different positions of the sequence",
             {"dropout": ("the tensor ranks process different positions",)},
         ),
         Refusal(
@@ -90,17 +90,17 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "merging under ZeRO stage 3",
-            "Each rank has a shard of the weights. Save the adapters, and merge them in one process",
+            "Each rank has only a shard of the weights. Save the adapters, and merge them on a single process",
             {"merge under stage 3": ("merge_adapter is not supported while ZeRO stage 3",)},
         ),
         Refusal(
             "adapters that are computed from the weights (PiSSA, DoRA), or `modules_to_save`, added to a pipeline "
             "stage",
-            "Add the adapters first, then shard",
+            "Add the adapters before you shard the model",
             {"PiSSA and pipe": ("reads weights or copies modules",), "saved and pipe": ("copies modules",)},
         ),
         Refusal(
-            "`load_adapter` of transformers on a sharded model",
+            "transformers' `load_adapter` on a sharded model",
             "`load_adapter` assigns full tensors. Use `PeftModel.from_pretrained`",
             {"transformers' load_adapter": ("load_adapter", "PeftModel.from_pretrained")},
         ),
@@ -130,7 +130,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "other quantizers (GPTQ, AWQ, torchao, HQQ, fp8, mxfp4) with a `tensor` or `sequence` axis",
-            "ShardFormer does not know how these quantizers store the weights",
+            "ShardFormer doesn't know how these quantizers store weights",
             {
                 "subclass": ("q_proj is a quantized Linear, which", "tensor=2"),
                 "buffers": ("q_proj is a quantized IntegerLinear", "tensor=2"),
@@ -138,7 +138,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`initialize` for a quantized model without adapters",
-            "Quantized weights cannot be trained, as in the Trainer of transformers",
+            "Quantized weights can't be trained. The transformers Trainer raises the same error",
             {"no adapters": ("Training does not support the quantized", "get_peft_model")},
         ),
         Refusal(
@@ -151,12 +151,12 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "merging adapters into 4-bit weights that tensor parallelism shards",
-            "Each rank would quantize its slice with its own scales. Merge in one process",
+            "Each rank would quantize its slice with its own scales. Merge the adapters on a single process",
             {"merge": ("merge_and_unload is not supported while tensor parallelism shards quantized weights",)},
         ),
         Refusal(
             "DoRA, PiSSA and other adapters that are computed from the weights, added to a sharded quantized model",
-            "Call `get_peft_model` first, then `shard_model`",
+            "Call `get_peft_model` before `shard_model`",
             {"DoRA after sharding": ("This LoraConfig, which is computed from the weights", "before shard_model")},
         ),
         Refusal(
@@ -171,8 +171,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     "transformers": (
         Refusal(
             "`fsdp`, `deepspeed`, `parallelism_config`, and models that `DistributedConfig` or `fully_shard` sharded",
-            f"{ONE_LIBRARY}. `ParallelismConfig` and `DistributedConfig` select the parallelism of accelerate and "
-            "transformers",
+            f"{ONE_LIBRARY}. `ParallelismConfig` and `DistributedConfig` select accelerate's and transformers' own "
+            "parallelism",
             {
                 "fsdp": ("fsdp", "zero_stage"),
                 "deepspeed": ("deepspeed", "zero_stage"),
@@ -182,7 +182,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "`use_liger_kernel`",
-            "Kernels of Liger replace modules of the model, and compute the loss from full logits",
+            "Liger's kernels replace the model's modules, and compute the loss from full logits",
             {"liger": ("use_liger_kernel",)},
         ),
         Refusal(
@@ -198,7 +198,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "with `pipe`: label smoothing, `compute_loss_func`, your own `compute_loss`, `predict_with_generate`, "
             "NEFTune",
-            "A pipeline computes the loss of the model itself",
+            "A pipeline always uses the model's own loss",
             {
                 "pipe and label smoothing": ("label_smoothing_factor with pipe=2",),
                 "pipe and compute_loss_func": ("compute_loss_func with pipe=2",),
@@ -213,13 +213,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"sequence and generate": ("predict_with_generate=True", "sequence=2")},
         ),
         Refusal(
-            "`max_grad_norm` of ParallelConfig",
-            "Set `max_grad_norm` of `TrainingArguments`",
+            "`max_grad_norm` in `ParallelConfig`",
+            "Set `max_grad_norm` in `TrainingArguments`",
             {"max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments")},
         ),
         Refusal(
-            "a layout that differs from that of the sharded model, or two layouts",
-            "Pass the layout once",
+            "a layout that differs from the sharded model's layout, or two layouts",
+            "Pass the layout only once",
             {
                 "other layout": ("parallel requests data=2", "context has data=1"),
                 "two layouts": ("differs from", "Pass the layout to only one of them"),
@@ -236,8 +236,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"plain loader": ("get_train_dataloader", "same samples", "self.accelerator.prepare(loader)")},
         ),
         Refusal(
-            "a sharded model in the plain Trainer",
-            "The plain Trainer passes different batches to all processes",
+            "a sharded model in the transformers Trainer",
+            "The transformers Trainer passes different batches to all processes",
             {
                 "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
                 "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
@@ -267,13 +267,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"pipe": ("pipe=2", "engine.train_step")},
         ),
         Refusal(
-            "a model whose layout differs from that of the Accelerator",
-            "Pass the context of the model",
+            "a model whose layout differs from the Accelerator's layout",
+            "Pass the model's context",
             {"other layout": ("data=2", "Pass the context of the model")},
         ),
         Refusal(
-            "a sharded model in the plain `Accelerator` of accelerate",
-            "The plain `Accelerator` passes different batches to all processes",
+            "a sharded model in accelerate's own `Accelerator`",
+            "accelerate's own `Accelerator` passes different batches to all processes",
             {
                 "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
                 "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
@@ -287,8 +287,8 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"pipe": ("pipe=2",)},
         ),
         Refusal(
-            "`micro_batches`, `max_grad_norm` and `on_nonfinite` of ParallelConfig, and `find_unused_parameters`",
-            "Use `accumulate_grad_batches` and `gradient_clip_val`. A sharded model needs no options of DDP",
+            "`micro_batches`, `max_grad_norm` and `on_nonfinite` in `ParallelConfig`, and `find_unused_parameters`",
+            "Use `accumulate_grad_batches` and `gradient_clip_val`. A sharded model doesn't need DDP options",
             {
                 "micro_batches": ("micro_batches=2",),
                 "max_grad_norm": ("max_grad_norm=1.0",),

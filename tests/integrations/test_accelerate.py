@@ -28,14 +28,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulation": 2},
     "shuffled data": {"shuffle": True},
     "bf16": {"mixed_precision": "bf16"},
-    "LoRA of PEFT": {"adapter": "LoRA"},
-    "prompt tuning of PEFT": {"adapter": "prompt tuning"},
+    "PEFT LoRA": {"adapter": "LoRA"},
+    "PEFT prompt tuning": {"adapter": "prompt tuning"},
 }
 SAMPLE = [
     ("accumulate", {"tensor": 2}),
     ("shuffled data", {"data": 2, "zero_stage": 1}),
-    ("LoRA of PEFT", {"tensor": 2}),
-    ("prompt tuning of PEFT", {"data": 2, "zero_stage": 3}),
+    ("PEFT LoRA", {"tensor": 2}),
+    ("PEFT prompt tuning", {"data": 2, "zero_stage": 3}),
 ]
 
 

@@ -57,21 +57,21 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "activation checkpointing": ("llama", {"activation_checkpointing": True}),
     "bf16": ("llama", {"bf16": True}),
     "torch_compile": ("llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    "LoRA of PEFT": ("llama", {"load_best_model_at_end": True}, "LoRA"),
-    "DoRA of PEFT": ("llama", {"load_best_model_at_end": True}, "DoRA"),
-    "modules_to_save of PEFT": ("llama", {"load_best_model_at_end": True}, "modules_to_save"),
-    "prompt tuning of PEFT": ("llama", {"load_best_model_at_end": True}, "prompt tuning"),
+    "PEFT LoRA": ("llama", {"load_best_model_at_end": True}, "LoRA"),
+    "PEFT DoRA": ("llama", {"load_best_model_at_end": True}, "DoRA"),
+    "PEFT modules_to_save": ("llama", {"load_best_model_at_end": True}, "modules_to_save"),
+    "PEFT prompt tuning": ("llama", {"load_best_model_at_end": True}, "prompt tuning"),
 }
-FEATURES_COMBINED = ("gradient accumulation", "LoRA of PEFT")
+FEATURES_COMBINED = ("gradient accumulation", "PEFT LoRA")
 SAMPLE = [
     ("gradient accumulation", {"tensor": 2}),
     ("gradient accumulation", {"data": 2, "zero_stage": 1}),
     ("sequence to sequence", {"data": 2}),
     ("tied weights", {"pipe": 2, "micro_batches": 2}),
     ("sequence classification", {"data": 2, "zero_stage": 3}),
-    ("LoRA of PEFT", {"data": 2, "zero_stage": 3}),
+    ("PEFT LoRA", {"data": 2, "zero_stage": 3}),
 ]
-RESUMED = ("gradient accumulation", "tied weights", "LoRA of PEFT")
+RESUMED = ("gradient accumulation", "tied weights", "PEFT LoRA")
 """Features of the sample whose runs are resumed, too."""
 EXCLUDED = {
     ("NEFTune", "data"): "every data rank draws the noise of its own samples",
@@ -83,7 +83,7 @@ EXCLUDED = {
     ("predict_with_generate", "sequence"): "refused",
     ("NEFTune", "pipe"): "refused",
     ("torch_compile", "pipe"): "refused",
-    ("prompt tuning of PEFT", "pipe"): "refused",
+    ("PEFT prompt tuning", "pipe"): "refused",
 }
 """(feature, axis) -> why the run is not compared with one process."""
 
