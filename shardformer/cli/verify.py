@@ -100,8 +100,8 @@ class VerifyOptions:
         str,
         typer.Option(
             metavar="FILE",
-            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the policy of the "
-            "model family.",
+            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the model "
+            "family's policy.",
         ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
