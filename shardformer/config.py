@@ -256,19 +256,19 @@ class ParallelConfig:
     ] = 1
     tensor_parallel_mode: Annotated[str, 'Tensor parallel mode: "1d", or "2d", "2.5d" or "3d" for a grid.'] = "1d"
     sequence_parallel: Annotated[
-        bool, "Shard the activations between blocks along the sequence dimension, over the tensor axis."
+        bool, "Shard the activations outside attention and MLPs along the sequence dimension, over the tensor axis."
     ] = False
     sequence_overlap: Annotated[
         bool, "Overlap the communication of `sequence_parallel` with matrix multiplications."
     ] = False
     context_parallel: Annotated[
         str,
-        'Attention method of context parallelism: "ring" passes keys and values between ranks, "ulysses" '
+        'Attention method for context parallelism: "ring" passes keys and values between ranks, "ulysses" '
         'exchanges heads for positions, "gather" all-gathers keys and values, "auto" selects the cheapest method.',
     ] = "auto"
     flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn if it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
-    fused_activation: Annotated[bool, "Fuse the activation function of an MLP with its bias and its gate."] = False
+    fused_activation: Annotated[bool, "Fuse an MLP's activation function with its bias and its gate."] = False
     compile: Annotated[
         bool | str, "Compile each layer with torch.compile: true for its default backend, or the name of a backend."
     ] = False
@@ -279,7 +279,7 @@ class ParallelConfig:
     partition: Annotated[
         str | Sequence[int],
         'How the layers are divided into stages: "balanced" by cost, "uniform" by number, or a list with the number '
-        "of layers of each stage.",
+        "of layers in each stage.",
     ] = "balanced"
     layer_costs: Annotated[
         Sequence[float] | None,
@@ -295,7 +295,7 @@ class ParallelConfig:
         'axis) or "tensor+host".',
     ] = "device"
     micro_batches: Annotated[
-        int | None, "Number of micro-batches in the batch of each rank. None: the number of pipeline stages."
+        int | None, "Number of micro-batches in each rank's batch. None: the number of pipeline stages."
     ] = None
     micro_batch_size: Annotated[
         int | None, "Number of samples in a micro-batch. Use it instead of `micro_batches`."
@@ -318,25 +318,25 @@ class ParallelConfig:
     keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard frozen parameters."] = True
     reshard_after_forward: Annotated[
         bool | int | str | None,
-        "ZeRO stage 3: free the gathered parameters of a layer after its forward pass. False: gather them only once "
-        'per step. A number of bytes, or "free" for the free GPU memory: keep up to this size of the last layers. '
+        "ZeRO stage 3: free a layer's gathered parameters after its forward pass. False: gather them only once per "
+        'step. A number of bytes, or "free" for the free GPU memory: keep up to this size for the last layers. '
         "None: true, or false in a pipeline.",
     ] = None
     bucket_bytes: Annotated[int | None, "Size of a gradient bucket in bytes. None: 25 MB."] = None
-    max_grad_norm: Annotated[float | None, "Maximum norm of all gradients. Larger gradients are clipped."] = None
+    max_grad_norm: Annotated[float | None, "Maximum global gradient norm. Larger gradients are clipped."] = None
     on_nonfinite: Annotated[
         str,
         'What to do if gradients are NaN or infinite: "raise", "skip" or "ignore". Without ZeRO, gradients are checked '
         "when their norm is computed.",
     ] = "raise"
-    check_inputs: Annotated[bool, "Check that all ranks of a data parallel replica receive the same batch."] = True
+    check_inputs: Annotated[bool, "Check that all ranks in a data parallel replica receive the same batch."] = True
     check_consistency: Annotated[
-        bool, "Check that the batches, training modes, optimizers and weights of the ranks do not diverge."
+        bool, "Check that batches, training modes, optimizers and weights do not diverge between ranks."
     ] = True
     average_loss_over: Annotated[
         str,
         '"tokens": each label (or sample) has the same weight in the loss, as on one device. "ranks": the loss is the '
-        "mean of the losses of the data parallel ranks.",
+        "mean of the data parallel ranks' losses.",
     ] = "tokens"
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ def get_supported_config_classes(auto_model_class: type) -> Collection[type] | N
 DOCSTRING_PATCH = LibraryPatch(
     "transformers.utils.auto_docstring",
     "shardformer.transformers_compat",
-    "under python -OO it raises ValueError, because there are no docstrings",
+    "avoids a ValueError under `python -OO`, which removes docstrings",
 )
 
 

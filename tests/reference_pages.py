@@ -61,9 +61,9 @@ def configuration_page() -> str:
     parts = [
         "# Run configuration\n",
         WRITTEN,
-        "To train from a TOML file, run `shardformer train --config run.toml`. You can change each key on the command "
-        "line: `--set parallel.tensor=2`. Unknown keys, values of a wrong type and keys that conflict raise an error "
-        "before the model or the data is loaded.\n",
+        "To train from a TOML file, run `shardformer train --config run.toml`. You can override every key on the "
+        "command line, for example with `--set parallel.tensor=2`. Unknown keys, values of the wrong type and "
+        "conflicting keys raise an error before the model or the data is loaded.\n",
         EXAMPLE,
     ]
     plain = {name: field for name, field in TrainConfig.model_fields.items() if _table(field.annotation) is None}
@@ -143,7 +143,7 @@ def commands_page() -> str:
         if rows:
             parts += ["| | by default | |", "|---|---|---|", *rows, ""]
         if name == "run":
-            parts += ["Accepts all options of torchrun, and `--hostfile` and `--host`. `-h` lists them.\n"]
+            parts += ["You can pass all torchrun options, and `--hostfile` and `--host`. To list them, pass `-h`.\n"]
     return "\n".join(parts)
 
 

@@ -46,7 +46,7 @@ def evaluate(
     """Compute the loss and metrics of a trained model on its validation data.
 
     The model is sharded as in training, but without ZeRO, because there is no optimizer. To change the layout, use
-    --set, for example --set parallel.tensor=2. The results do not depend on the layout.
+    --set, for example --set parallel.tensor=2. You get the same results under every layout.
     """
     silence_transformers()
     from shardformer.train_command.trained_model import evaluate_model

@@ -36,8 +36,8 @@ def export(
 ) -> None:
     """Convert a checkpoint to a model folder that from_pretrained can load, including the tokenizer.
 
-    You can export a checkpoint of any layout. For a training run, the newest checkpoint is exported. If the full model
-    does not fit into the memory of one process, pass --tensor or --pipe.
+    You can export a checkpoint from any layout. For a training run, the newest checkpoint is exported. If the full
+    model does not fit into the memory of one process, pass --tensor or --pipe.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig

@@ -75,7 +75,7 @@ def generate(
     """Generate text that continues PROMPT, with a trained model that may be sharded over several processes.
 
     If the model was trained on conversations, PROMPT is inserted into the chat template as a user message, and the
-    answer is printed. The generated tokens are the same as those of transformers' generate() in one process.
+    answer is printed. The tokens are the same as from transformers' generate() on a single device.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig

@@ -26,7 +26,7 @@ def plot(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The .png or .svg file to write. Default: curves.png in the folder of the run, or in the working "
+            help="The .png or .svg file to write. Default: curves.png in the run's folder, or in the working "
             "directory if you pass several runs.",
         ),
     ] = None,

@@ -57,7 +57,7 @@ FLAGS = {
     "offload": "Where to store master weights and optimizer state: cpu or nvme:DIR. Requires --zero-stage.",
     "average_loss_over": "How the reference loss is computed with --data. tokens: over the full batch (default with "
     "--pipe). ranks: as the mean of the ranks' losses, like in DDP (default without --pipe). The results differ "
-    "if the batches of the ranks have different numbers of labels, or if the loss balances experts.",
+    "if the ranks' batches have different numbers of labels, or if the loss balances experts.",
 }
 """Field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field."""
 RENAMED_OPTIONS = {
@@ -100,13 +100,13 @@ class VerifyOptions:
         str,
         typer.Option(
             metavar="FILE",
-            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the policy of the "
-            "model family.",
+            help="Sharding policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: the model "
+            "family's policy.",
         ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Optimizer for --zero-stage: a class of torch.optim, LAMB or LARS.")
+        str, typer.Option(metavar="NAME", help="Optimizer for --zero-stage: a torch.optim class, LAMB or LARS.")
     ] = "SGD"
     gradient_accumulation_steps: Annotated[
         int,
@@ -126,14 +126,14 @@ class VerifyOptions:
         TrainingDtype,
         typer.Option(
             metavar="fp64|fp32",
-            help="Precision of both models. With fp64, errors of sharding are much larger than rounding errors. fp64 "
+            help="Precision of both models. With fp64, sharding errors are much larger than rounding errors. fp64 "
             "also replaces casts to lower precision inside the model, as in LLaMA's norms.",
         ),
     ] = TrainingDtype.FP64
     head: Annotated[
-        str, typer.Option(metavar="CLASS", help="Model class of transformers, such as BertForTokenClassification.")
+        str, typer.Option(metavar="CLASS", help="The transformers model class, such as BertForTokenClassification.")
     ] = ""
-    all_heads: Annotated[bool, "Verify all model classes of the family that have a head, one after another."] = False
+    all_heads: Annotated[bool, "Verify all model classes in the family that have a head, one after another."] = False
     batch: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Samples per batch. Default: 4, or more if the layout needs more."),

@@ -65,7 +65,7 @@ def forbid_data_parallel_wrappers(model: nn.Module, context: ParallelContext) ->
 ACCELERATE_PATCH = LibraryPatch(
     "accelerate.Accelerator.prepare_model",
     "shardformer.consistency.ddp_and_fsdp_guards",
-    "raises for a sharded model, because accelerate passes different batches to all processes",
+    "raises an error for a sharded model, because accelerate passes different batches to all processes",
 )
 SHARDS_MODELS = "shards_models"
 """Attribute of subclasses of accelerate's Accelerator that support sharded models."""

@@ -38,11 +38,11 @@ __all__ = ["PEFT_ENTRY_POINTS", "from_pretrained", "get_peft_model", "has_adapte
 
 
 OWNER = "shardformer.integrations.peft"
-IMPORT_PATCH = LibraryPatch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
+IMPORT_PATCH = LibraryPatch("sys.meta_path", OWNER, "replaces PEFT's constructors when you import PEFT")
 ADAPTER_PATCH = LibraryPatch(
     "peft.PeftModel.__init__, peft.PeftMixedModel.__init__, peft.tuners.tuners_utils.BaseTuner.__init__",
     OWNER,
-    "shard the adapters that PEFT adds to a sharded model",
+    "shards the adapters that PEFT adds to a sharded model",
 )
 _IS_CHANGING: ContextVar[bool] = ContextVar("is_changing", default=False)
 

@@ -645,7 +645,7 @@ class Seq2SeqTrainingArguments(ParallelArguments, transformers.Seq2SeqTrainingAr
 TRAINER_PATCH = LibraryPatch(
     "transformers.Trainer.__init__",
     "shardformer.integrations.transformers",
-    "shards the model of a Trainer whose arguments have a layout",
+    "shards the model if the Trainer's arguments contain a layout",
 )
 _INIT = transformers.Trainer.__init__
 

@@ -247,6 +247,6 @@ def register_attention(
     patch = LibraryPatch(
         f"transformers.AttentionInterface and AttentionMaskInterface: {attention_name}",
         attention_fn.__module__,
-        "adds the attention that a sharded model names in its configuration",
+        "adds the attention function that a sharded model's config names",
     )
     install_patch(patch, register)

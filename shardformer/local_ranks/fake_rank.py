@@ -179,7 +179,7 @@ _THREAD = _ActiveTraceCount()
 MASK_PATCH = LibraryPatch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
-    "while one rank is traced under fake tensors: a batch without values needs no mask",
+    "skips masks while you trace a rank with fake tensors, which have no values",
 )
 
 

@@ -248,7 +248,7 @@ _ACTIVE = _ActiveLazyInitParams()
 REGISTRATION_PATCH = LibraryPatch(
     "torch.nn.Module: global hook of register_parameter()",
     "shardformer.meta_init.lazy_init",
-    "LazyInit records the parameters of modules",
+    "lets `LazyInit` record each module's parameters",
 )
 
 

@@ -81,7 +81,7 @@ class DataOptions(ConfigSection):
         "per class, or the name of a data set. See `format`."
     )
     weights: list[float] | None = _make_pydantic_field(
-        "One number per item of `train`, to mix the items in this proportion. An epoch ends when each item has been "
+        "One number per item in `train`, to mix the items in this proportion. An epoch ends when each item has been "
         "read at least once.",
         None,
     )
@@ -91,12 +91,12 @@ class DataOptions(ConfigSection):
     )
     format: Format | None = _make_pydantic_field(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
-        "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
-        "the `datasets` library; `images`. By default, it is inferred from the suffix, and a folder contains images.",
+        "the field names (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set for the "
+        "`datasets` library; `images`. By default, the suffix determines the format, and a folder contains images.",
         None,
     )
     delimiter: str | None = _make_pydantic_field(
-        "The character between the fields of a `csv` file. By default, a tab in .tsv files, where quotes are part of "
+        "The character between the fields in a `csv` file. By default, a tab in .tsv files, where quotes are part of "
         "the text, and a comma in other files, where quotes may enclose a field.",
         None,
         max_length=1,
@@ -112,49 +112,49 @@ class DataOptions(ConfigSection):
     )
     sequence_length: int = _make_pydantic_field("Maximum number of tokens per sample.", 128, ge=2)
     tokenizer: str | None = _make_pydantic_field(
-        "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the tokenizer of the model, "
+        "A folder, a name on the hub, or `bytes` to use each byte as a token. By default, the model's tokenizer, "
         "or `bytes` if the weights are random.",
         None,
     )
     text: str = _make_pydantic_field(
         "The field that contains the text, or the list of words for `token_classification`.", "text"
     )
-    pair: str | None = _make_pydantic_field("The field of the second text, for `classification` of text pairs.", None)
+    pair: str | None = _make_pydantic_field("The field with the second text, for `classification` of text pairs.", None)
     target: str = _make_pydantic_field(
-        "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
+        "The field with the target text, for `sequence_to_sequence`, or with the answer to `prompt`.", "target"
     )
     label: str = _make_pydantic_field(
-        "The field of the class label or list of labels for classification, or of the number for regression.", "label"
+        "The field with the class label or list of labels for classification, or the number for regression.", "label"
     )
     messages: str = _make_pydantic_field(
-        "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
+        "The field with a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
         "`value`. It is used for rows without a `text` field.",
         "messages",
     )
     prompt: str | None = _make_pydantic_field(
-        "The field of a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
+        "The field with a prompt that `target` answers, for `causal`. The fields `prompt` and `completion`, "
         "`instruction` and `output`, and `question` and `answer` are found automatically.",
         None,
     )
-    chosen: str = _make_pydantic_field("The field of the better answer, for `preference`.", "chosen")
-    rejected: str = _make_pydantic_field("The field of the worse answer, for `preference`.", "rejected")
+    chosen: str = _make_pydantic_field("The field with the better answer, for `preference`.", "chosen")
+    rejected: str = _make_pydantic_field("The field with the worse answer, for `preference`.", "rejected")
     chat_template: str | None = _make_pydantic_field(
-        "The template of conversations: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the "
-        "template of the tokenizer, or `chatml` for `bytes`.",
+        "The chat template: a Jinja file, `chatml`, or `none` to concatenate the texts. By default, the tokenizer's "
+        "template, or `chatml` for `bytes`.",
         None,
     )
     train_on: Literal["answers", "last", "all"] = _make_pydantic_field(
-        "The tokens of a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
+        "The tokens in a conversation that contribute to the loss: all answers, only the last answer, or all tokens.",
         "answers",
     )
     packing: bool = _make_pydantic_field(
         "Pack several texts or conversations into one row, for `causal`. No text attends to another text.", False
     )
     group_by_length: bool = _make_pydantic_field("Put samples of similar length into the same batch.", False)
-    image: str = _make_pydantic_field("The field of the image in `datasets`, or of its path in other formats.", "image")
-    split: str = _make_pydantic_field("The split of `datasets` to train on.", "train")
+    image: str = _make_pydantic_field("The field with the image in `datasets`, or its path in other formats.", "image")
+    split: str = _make_pydantic_field("The split to train on, for `datasets`.", "train")
     validation_split: str | None = _make_pydantic_field(
-        "The split to validate on. It is a split of `validation`, or by default of `train`.", None
+        "The split to validate on, from `validation` if it is set, and otherwise from `train`.", None
     )
     shuffle: bool = _make_pydantic_field("Shuffle the samples in each epoch.", True)
     drop_last: bool = _make_pydantic_field("Drop the last batch of an epoch if it is incomplete.", False)
@@ -168,7 +168,7 @@ class DataOptions(ConfigSection):
 ParallelTable = create_model(
     "ParallelTable",
     __base__=ConfigSection,
-    __doc__="The parallel layout and options of a step: the fields of `shardformer.ParallelConfig`.",
+    __doc__="The parallel layout and the options for a training step: the fields of `shardformer.ParallelConfig`.",
     **{
         name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
         for name, (kind, description) in ParallelConfig.get_field_descriptions().items()
@@ -182,7 +182,7 @@ class OptimizerOptions(ConfigSection):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     name: str = _make_pydantic_field(
-        "A class of `torch.optim`, or `LAMB`, `LARS` or `HybridAdam`. To use your own class, specify its file or "
+        "A `torch.optim` class, or `LAMB`, `LARS` or `HybridAdam`. To use your own class, specify its file or "
         "module: `my_optimizers.py:MyOptimizer` or `package.module:MyOptimizer`.",
         "AdamW",
     )
@@ -191,12 +191,12 @@ class OptimizerOptions(ConfigSection):
         "Also apply `weight_decay` to biases and normalization weights.", False
     )
     lr_factors: dict[str, float] = _make_pydantic_field(
-        "Factors for the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
-        "matching pattern applies.",
+        "Factors for the learning rate of parameters whose names match a pattern, such as `{ 'lm_head.*' = 10 }`. The "
+        "first matching pattern applies.",
         {},
     )
     layer_decay: float = _make_pydantic_field(
-        "Factor between the learning rates of a layer and of the next layer. The last layer and the head use `lr`.",
+        "A layer's learning rate divided by the next layer's. The last layer and the head use `lr`.",
         1.0,
         gt=0,
         le=1,
@@ -213,13 +213,13 @@ class ScheduleOptions(ConfigSection):
         "Number of warm-up steps. A value below 1 is a fraction of all steps.", 0, ge=0
     )
     min_lr_rate: float = _make_pydantic_field("The final learning rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
-    cycles: int = _make_pydantic_field("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    cycles: int = _make_pydantic_field("Number of cosine cycles for `cosine_with_restarts`.", 1, ge=1)
     decay: float = _make_pydantic_field(
-        "Steps of the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
+        "Steps in the final decay of `warmup_stable_decay`. A value below 1 is a fraction of all steps.", 0.1, gt=0
     )
     steps: int | None = _make_pydantic_field(
-        "The number of steps after which the learning rate is constant. By default, the number of steps of the run. It "
-        "is required to resume a run with another length, if that would change learning rates.",
+        "The number of steps after which the learning rate is constant. By default, the length of the run. You must "
+        "set it to resume a run with a different length, if learning rates would change otherwise.",
         None,
         ge=1,
     )
@@ -228,7 +228,7 @@ class ScheduleOptions(ConfigSection):
 class PreferenceOptions(ConfigSection):
     """Options of the DPO loss for `task = "preference"`."""
 
-    beta: float = _make_pydantic_field("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    beta: float = _make_pydantic_field("How strongly differences from the initial model are penalized.", 0.1, gt=0)
     label_smoothing: float = _make_pydantic_field("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
@@ -239,7 +239,7 @@ class LoraOptions(ConfigSection):
     alpha: float = _make_pydantic_field("Scale of the adapters, which are multiplied by `alpha / rank`.", 16.0, gt=0)
     dropout: float = _make_pydantic_field("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
     target_modules: str | list[str] = _make_pydantic_field(
-        "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
+        "Names of the linear layers that get adapters, or `all-linear` for all except the head.", "all-linear"
     )
     modules_to_save: list[str] | None = _make_pydantic_field(
         "Names of modules to train in full and save with the adapters.", None

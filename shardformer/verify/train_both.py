@@ -106,7 +106,7 @@ ENGINE = "_engine_run_backward"
 BACKWARD_PATCH = LibraryPatch(
     f"torch.autograd.{ENGINE}",
     "shardformer.verify.train_both",
-    "while verify runs a backward pass in fp64, so that activation checkpointing recomputes in fp64",
+    "makes activation checkpointing recompute in fp64, while `verify` runs a backward pass in fp64",
 )
 
 

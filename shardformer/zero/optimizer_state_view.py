@@ -173,12 +173,12 @@ STATE_PATCHES: Mapping[LibraryPatch, Apply] = {
     LibraryPatch(
         "torch.optim.Optimizer.state_dict",
         "shardformer.zero.optimizer_state_view",
-        "records the coordinates of the rank, whose parameters are shards",
+        "records which rank saved the state, because its parameters are shards",
     ): lambda: replace_attribute(Optimizer, "state_dict", _patch_state_dict(Optimizer.state_dict)),
     LibraryPatch(
         "torch.optim.Optimizer.load_state_dict",
         "shardformer.zero.optimizer_state_view",
-        "shards the state of an unsharded model; raises on all ranks if another rank saved the state",
+        "shards the state of an unsharded model, and raises an error on all ranks if another rank saved the state",
     ): lambda: replace_attribute(Optimizer, "load_state_dict", _patch_load_state_dict(Optimizer.load_state_dict)),
 }
 """Save the mesh coordinates of the rank with the state of torch's optimizers, and check them on load."""

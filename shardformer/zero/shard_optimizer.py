@@ -391,12 +391,12 @@ TRAINING_PATCHES: Mapping[LibraryPatch, Apply] = {
     LibraryPatch(
         "torch.amp.GradScaler._unscale_grads_",
         "shardformer.zero.shard_optimizer",
-        "all ranks skip a step if one has gradients that are not finite",
+        "makes all ranks skip a step if one rank has gradients that are not finite",
     ): _install_grad_scaler_patch,
     LibraryPatch(
         "torch.optim.Optimizer: global hook before step()",
         "shardformer.zero.shard_optimizer",
-        "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
+        "reduces gradients that are not reduced yet, and warns about optimizers that need full matrices",
     ): lambda: register_optimizer_step_pre_hook(_optimizer_step_pre_hook).remove,
     **MONITOR_PATCHES,
 }

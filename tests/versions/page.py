@@ -45,11 +45,11 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
     lines = [
         "# Versions\n",
         f"ShardFormer supports Python 3.11, torch {lower_bound('torch')}, transformers {lower_bound('transformers')} "
-        "and newer versions. To find out whether your versions are tested, run `shardformer check`.\n",
-        "If possible, use a combination of versions from this table, because these are tested. Each row is a "
-        f"combination, and each column is a test. The sign {NOT_RUN} means that the test was not run.\n",
+        "and newer versions. To find out whether we have tested your versions, run `shardformer check`.\n",
+        "If possible, use one of the tested combinations of versions in this table. Each row is a combination, and "
+        f"each column is a test. The sign {NOT_RUN} means that we haven't run the test.\n",
         "To repeat the tests, run `make test-versions`. The command creates an environment for each row, runs all "
-        "tests in it and writes this page.\n",
+        "tests in it, and writes this page.\n",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
     ]
@@ -63,18 +63,18 @@ def _libraries() -> list[str]:
     oldest, newest = (_pins(name) for name in (OLDEST_PINS, NEWEST_PINS))
     return [
         "## Other libraries\n",
-        "For each library in this table, the [integrations](integrations.md) are tested with the oldest and the newest "
-        "release that you can use. If your release is too old, an error names the oldest supported one. To "
-        "repeat the tests, run `make test-oldest` and `make test-integrations`.\n",
+        "We test the [integrations](integrations.md) with the oldest and the newest supported release of each library. "
+        "If your release is too old, you get an error that names the oldest supported one. To repeat the tests, run "
+        "`make test-oldest` and `make test-integrations`.\n",
         "| library | oldest | newest |",
         "|---|---|---|",
         *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
         "",
-        "If you call `model.add_adapter` of transformers, you may need a newer release of PEFT than the oldest one in "
-        "the table, because transformers has its own minimum release.",
+        "If you call transformers' `model.add_adapter`, you may need a newer PEFT release than the oldest one in the "
+        "table, because transformers has its own minimum release.",
         "",
-        "You cannot use older releases of TRL than the one in the table, because they compute log-probabilities in a "
-        "way that does not work with sharded heads.",
+        "You can't use an older TRL release than the one in the table, because older releases compute "
+        "log-probabilities in a way that doesn't work with a sharded output layer.",
         "",
     ]
 

@@ -39,13 +39,13 @@ class Checkpoint(Hook):
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
     If you start a run again, it resumes from the newest complete checkpoint in the directory, even in the middle of an
-    epoch, and restores the states of all hooks. While the run saves into the directory, no other job can do so.
+    epoch, and restores the state of every hook. While the run saves into the directory, no other job can do so.
 
-    With ``best``, the hook also saves a checkpoint after each validation with the best value of ``metric`` so far, and
-    keeps it in addition to those of ``retention``. A resumed run remembers the best value.
+    With ``best``, the hook also saves a checkpoint whenever a validation has the best ``metric`` so far. It keeps this
+    checkpoint in addition to the ones that ``retention`` keeps. A resumed run remembers the best value.
 
-    Saving communicates like ``Engine.save``, and loading the best checkpoint like ``Engine.load``. With ``best``, the
-    ranks also exchange one number in each validation.
+    To save and to load the best checkpoint, the ranks communicate as in ``Engine.save`` and ``Engine.load``. With
+    ``best``, they also exchange one number per validation.
 
     Attributes:
         best_value: Best value of ``metric`` so far, or None.

@@ -22,7 +22,7 @@ class EarlyStopping(Hook):
     >>> trainer = shardformer.Trainer(engine, hooks=[EarlyStopping(patience=2)])                  # doctest: +SKIP
     >>> trainer.fit(epochs=100, validation=held_out)                                              # doctest: +SKIP
 
-    NaN is never an improvement. A resumed run continues to count the validations. Communicates nothing.
+    NaN never counts as an improvement. A resumed run continues to count the validations. This hook doesn't communicate.
 
     Attributes:
         best: Best value so far, or None before the first validation.

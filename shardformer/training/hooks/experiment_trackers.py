@@ -49,10 +49,10 @@ class MetricsLoggingHook(Hook):
 class JsonLines(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` can plot.
 
-    Put hooks that compute metrics before this hook. Only the first rank writes. Communicates nothing.
+    Put hooks that compute metrics before this hook. Only the first rank writes the file. This hook doesn't communicate.
 
-    A resumed run removes the lines of the steps that it repeats, and appends to the file. A new run keeps the file of
-    an earlier run under another name.
+    If you resume a run, the hook removes the lines for steps that the run repeats, and then appends to the file. If you
+    start a new run in the same folder, the hook renames the file from the earlier run.
     """
 
     _seconds_before = _seconds = 0.0
@@ -90,8 +90,8 @@ _WRITER = (
 class TensorBoard(MetricsLoggingHook):
     """Writes the metrics in ``trainer.values`` to event files, which you can view with TensorBoard.
 
-    Put hooks that compute metrics before this hook. A resumed run hides the values of the steps that it repeats. Only
-    the first rank writes. Communicates nothing.
+    Put hooks that compute metrics before this hook. If a resumed run repeats steps, TensorBoard hides their old values.
+    Only the first rank writes the files. This hook doesn't communicate.
     """
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
@@ -167,7 +167,7 @@ class Wandb(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to Weights & Biases.
 
     Log in with ``wandb login``, or set ``WANDB_MODE=offline`` to write files without a network. Put hooks that compute
-    metrics before this hook. A resumed run continues its record. Only the first rank sends.
+    metrics before this hook. A resumed run continues its earlier record. Only the first rank sends the metrics.
     """
 
     _module_name = "wandb"
@@ -207,7 +207,7 @@ class Mlflow(_ExperimentTracker):
     """Sends the metrics in ``trainer.values`` and the run configuration to MLflow.
 
     Set the environment variable ``MLFLOW_TRACKING_URI`` to your server or database. Put hooks that compute metrics
-    before this hook. A resumed run continues its record. Only the first rank sends.
+    before this hook. A resumed run continues its earlier record. Only the first rank sends the metrics.
     """
 
     _module_name = "mlflow"

@@ -20,10 +20,10 @@ MIN_STEPS = 10
 class GradientMonitor(Hook):
     """Records the global gradient norm, warns about spikes, and ends a run whose gradients stay nonfinite.
 
-    Adds ``grad_norm`` (before clipping) to ``trainer.values``, and ``skipped_steps`` after a step was skipped.
-    To skip a step with gradients that are not finite, set ``ParallelConfig(on_nonfinite="skip")``.
+    The hook adds ``grad_norm`` (before clipping) to ``trainer.values``. If steps are skipped, it also adds their number
+    as ``skipped_steps``. To skip steps with nonfinite gradients, set ``ParallelConfig(on_nonfinite="skip")``.
 
-    Communicates the gradient norm in each step, unless gradient clipping already does.
+    The ranks communicate the gradient norm in each step, unless gradient clipping already does this.
     """
 
     def __init__(

@@ -29,16 +29,16 @@ SHIFTS = "ForCausalLMLoss"
 
 
 class Metrics(Hook):
-    """Computes metrics such as accuracy on the validation data, and adds them to ``trainer.values``.
+    """Computes metrics on the validation data, such as accuracy, and adds them to ``trainer.values``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
 
-    The predictions are the classes with the highest logits, and labels of -100 are ignored. For floating-point labels,
-    the predictions of a regression are the outputs, and those of a multi-label classification are the classes with
-    positive logits. Validation takes longer, because the model runs each batch a second time for the predictions.
+    For classification, the prediction is the class with the highest logit, and labels of -100 are ignored. For
+    multi-label classification, it is every class with a positive logit. For regression, it is the model's output.
+    Validation takes longer, because the model runs each batch a second time to get the predictions.
 
-    A metric covers all samples: after a validation, the data-parallel ranks exchange their predictions and labels.
+    Metrics cover all samples: after a validation, the data-parallel ranks exchange their predictions and labels.
     """
 
     def __init__(

@@ -33,11 +33,11 @@ class MovingAverage(Hook):
     ...     engine.export("averaged")
 
     Each update sets ``average = decay * average + (1 - decay) * weight``, in fp32 or a wider dtype. The result is the
-    same under every layout. Buffers, such as the statistics of batch norms, are not averaged.
+    same under every layout. Buffers, such as batch norm statistics, are not averaged.
 
-    Any layout can load the average from a checkpoint. While the average is applied, a rank stores its weights twice.
+    You can load the average from a checkpoint under any layout. While it is applied, a rank stores its weights twice.
 
-    Steps communicate nothing. To apply the average under ZeRO, the parameters are all-gathered once.
+    Training steps don't communicate. To apply the average under ZeRO, the ranks all-gather the parameters once.
 
     Attributes:
         updates: Number of updates of the average.

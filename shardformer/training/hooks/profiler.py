@@ -22,11 +22,11 @@ ROWS = 25
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
-    Each rank writes to ``directory/rank0``, ``rank1``, and so on. If step 3 is the last profiled step, the files are a
-    trace ``step-3.json`` for chrome://tracing or Perfetto, and a table ``step-3.txt`` of the most expensive operators.
-    If matplotlib is installed, a plot ``step-3-memory.png`` shows the memory over time.
+    Each rank writes to its own folder, such as ``directory/rank0``. If step 3 is the last profiled step, it writes the
+    trace ``step-3.json``, which you can open in chrome://tracing or Perfetto, and ``step-3.txt``, a table of the most
+    expensive operators. If matplotlib is installed, it also plots the memory over time in ``step-3-memory.png``.
 
-    Profiled steps are slower. Communicates nothing.
+    Profiled steps are slower than other steps. This hook doesn't communicate.
     """
 
     def __init__(

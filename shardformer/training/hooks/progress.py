@@ -28,11 +28,11 @@ REFRESHES_PER_S = 4
 
 
 class Progress(Hook):
-    """Shows a progress bar with loss, remaining time, speed and memory, or prints lines if there is no terminal.
+    """Shows a progress bar with loss, remaining time, speed and memory in a terminal or notebook, or prints lines.
 
     The bar always shows the step, the loss and the remaining time, and as many other values as fit into the terminal.
-    To show speed and memory, add ``Throughput()`` before this hook. A notebook also shows a bar. Only the first rank
-    prints. Communicates nothing.
+    If there is no terminal, the hook prints lines instead. To show speed and memory, add ``Throughput()`` before this
+    hook. Only the first rank prints. This hook doesn't communicate.
     """
 
     def __init__(

@@ -20,17 +20,17 @@ from shardformer.training.hook import Hook, TrainerProtocol
 class Throughput(Hook):
     """Measures the training speed and the peak memory of a run.
 
-    Adds to ``trainer.values``:
+    The hook adds these metrics to ``trainer.values``:
 
-    - ``samples_per_s`` and ``tokens_per_s``: samples and tokens of the global batch per second, averaged over the last
-      steps. Padding tokens and the time to load data are included. Validation and saving are excluded.
-    - ``flops_per_s``: floating-point operations per second of matrix products, convolutions and attention on all ranks.
-      The operations, including recomputation, are counted in the first step. Later steps assume the same number per
-      token.
-    - ``memory_bytes``: highest peak memory of any rank so far. On a GPU, it is the memory that torch has allocated, and
-      otherwise the memory of the process.
+    - ``samples_per_s`` and ``tokens_per_s``: samples and tokens in the global batch per second, averaged over the last
+      steps. This includes padding tokens and the time to load data, but not validation and saving.
+    - ``flops_per_s``: floating-point operations per second in matrix products, convolutions and attention on all ranks.
+      The hook counts the operations in the first step, including recomputation. For later steps, it assumes the same
+      number per token.
+    - ``memory_bytes``: the highest peak memory of any rank so far. On a GPU, this is the memory that torch allocated.
+      On a CPU, it is the memory of the process.
 
-    Communicates two numbers in the first step, and one number every ``window`` steps.
+    The ranks exchange two numbers in the first step, and one number every ``window`` steps.
     """
 
     def __init__(
