@@ -78,7 +78,7 @@ LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* but the shape \(6, 5\)"),
     "another optimizer": (Net, lambda m: sgd(m.parameters()), "optimizer AdamW cannot be loaded into SGD"),
     "other groups": (Net, lambda m: groups(m.parameters()), "has 1 parameter groups"),
-    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "has 2 optimizers"),
+    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "Got 2 optimizers"),
     "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "that is not in the model"),
     "no optimizer": (Net, lambda _: "AdamW", "Optimizer, but got str"),
 }

@@ -151,7 +151,7 @@ def test_count_holders_does_not_iterate_over_indices() -> None:
 
 
 def test_a_split_of_wrong_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="length 4"):
+    with pytest.raises(ConfigError, match="dimension 0 has 4 elements"):
         ShardSpec((5,), {0: Split.even(4, 2)})
 
 
