@@ -514,7 +514,7 @@ def _members_give_different_groups() -> Refusal:
 
 def test_ranks_with_different_groups_raise(pool4: WorkerPool) -> None:
     *two, third, _ = pool4.run(_members_give_different_groups)
-    refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "Pass the same group")
+    refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "Pass the same process group")
     refused([third], LostPeerError, "Process 0 did not reach shard_model", "[0, 1, 2]")
 
 

@@ -245,8 +245,8 @@ def _make_query_and_key_head_exchanges(
         ring_size = state.axis.size // num_query_heads
         raise ConfigError(
             f"Ulysses cannot split the {num_query_heads} query heads of this rank over a group of {axis.size} ranks.",
-            remedy=f"Use context_parallel='ring', or Ulysses groups of {num_query_heads} ranks, with "
-            f"sequence=({ring_size}, {num_query_heads}).",
+            remedy=f"Use context_parallel='ring', or set sequence=({ring_size}, {num_query_heads}) for a ring size of "
+            f"{ring_size} and Ulysses groups of {num_query_heads} ranks.",
         )
     q_heads = assign_query_heads_to_ranks(num_query_heads, axis.size)
     query_lengths, key_lengths = (

@@ -53,8 +53,8 @@ def choose_context_parallel_sizes(model: nn.Module, context: ParallelContext, me
         sizes = ContextParallelSizes(view[RING], view[GROUP], method == "gather")
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={method!r} requires a single size of the sequence axis, but got "
-                f"sequence=({sizes.ring}, {sizes.group}).",
+                f"context_parallel={method!r} requires a single size for the sequence axis, but got the ring size "
+                f"and the Ulysses group size sequence=({sizes.ring}, {sizes.group}).",
                 remedy=f"Set sequence={size}, or use context_parallel='auto'.",
             )
         return sizes

@@ -187,8 +187,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The derived policy does not cover the layer {path}, because its modules differ from those "
-                        "of the validated layers.",
+                        f"The policy that ShardFormer derived for the model does not cover the layer {path}, because "
+                        "its modules differ from those of the layers that ShardFormer tested.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 

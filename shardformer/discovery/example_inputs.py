@@ -72,7 +72,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         example = ", ".join(f'"{name}": tensor' for name in get_required_forward_args(model))
         arguments = ", ".join(names)
         raise UnknownInputsError(
-            f"No example inputs can be generated for {type(model).__name__}.forward({arguments}).",
+            f"ShardFormer cannot generate example inputs for {type(model).__name__}.forward({arguments}).",
             remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}), or FILE.py:function "
             "on the command line (docs/add-a-model.md).",
         )

@@ -391,7 +391,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         return copy_as_reduced_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"{type(model).__name__} can be neither made smaller nor copied for validation: {problem}; {error.what}.",
+            f"Cannot shrink or copy {type(model).__name__} to validate the policy: {problem}; {error.what}.",
             remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
             "arguments of forward except the tokens or features.",
         ) from None

@@ -265,7 +265,7 @@ def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: i
     if numel <= SMALL_NUMEL:
         if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
             raise _ValidationImpossibleError(
-                f"The model is too large to validate: {numel:,} parameters over {tensor_parallel_size} ranks."
+                f"The model has {numel:,} parameters, too many to validate it on {tensor_parallel_size} ranks."
             )
         return reduced_model.copy_as_reduced_model(model), tensor_parallel_size
     if not _has_named_head_counts(policy):
@@ -343,7 +343,7 @@ class _PolicyValidator:
         if low_precision.seen is not None:
             dtype = low_precision.seen
             raise _ValidationImpossibleError(
-                f"The model computes in {dtype} internally, so that rounding errors would hide differences."
+                f"The model computes in {dtype} internally, so rounding errors would hide differences."
             )
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}

@@ -155,8 +155,8 @@ def compare_training(reference: ReferenceGradients, sharded_model: nn.Module) ->
     loss = compute_loss_from_all_outputs(reference.forward_fn(sharded_model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
-            f"The output differs from that of the unsharded model: the test loss is {loss.item():.6g} instead of "
-            f"{reference.loss:.6g}."
+            f"The output differs from that of the unsharded model: the sharded model has a test loss of "
+            f"{loss.item():.6g}, the unsharded model {reference.loss:.6g}."
         )
     loss.backward()
     specs, coords = get_shard_specs(sharded_model), get_sharding_metadata(sharded_model).coords

@@ -239,7 +239,7 @@ def _fused_attention(
             raise ConfigError(
                 f"No fused attention kernel on {query.device.type} supports a query of shape {tuple(query.shape)}, a "
                 f"key of shape {tuple(key.shape)} and a mask of shape {mask_shape} in {query.dtype}: {reasons}.",
-                remedy="Set enable_flash_attention=False, or change these arguments.",
+                remedy="Set enable_flash_attention=False, or change the shapes or the dtype.",
             ) from error
 
 

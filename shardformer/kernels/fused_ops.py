@@ -341,7 +341,7 @@ def _check_no_keyword_arguments(cls: type[nn.Module], kwargs: dict[str, Any]) ->
 
 def _make_unsupported_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{cls.__name__} cannot replace a {type(module).__name__}, because their outputs differ.",
+        f"{cls.__name__} cannot replace a {type(module).__name__}, because the two compute different outputs.",
         remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
     )
 

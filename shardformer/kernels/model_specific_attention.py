@@ -240,7 +240,7 @@ def check_attention_overrides(model: nn.Module) -> None:
         if found != expected:
             raise ConfigError(
                 f"enable_flash_attention=True does not support {path} in this version of transformers: "
-                f"{type(module).__name__}.{override.method} takes {found[1:]} instead of {expected[1:]}.",
+                f"{type(module).__name__}.{override.method} has the arguments {found[1:]}, not {expected[1:]}.",
                 remedy="Install a supported version of transformers, or set enable_flash_attention=False.",
             )
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:

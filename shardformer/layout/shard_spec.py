@@ -577,9 +577,8 @@ class AttentionHeadLayout:
         if len(dims) != 1 or full_tensor.shape[dims[0]] != split.full:
             shape = tuple(full_tensor.shape)
             raise PolicyError(
-                f"local_attrs={attr_spec!r} must match exactly one dimension of size {split.full}, but {param_path} "
-                "has the "
-                f"shape {shape}.",
+                f"The kind {attr_spec!r} in local_attrs requires exactly one dimension of size {split.full}, but "
+                f"{param_path} has the shape {shape}.",
                 remedy=f"If several dimensions match, pass ({kind!r}, dim). If none matches, correct {kind!r}.",
             )
         return {dims[0]: split}

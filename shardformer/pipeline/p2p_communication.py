@@ -277,8 +277,8 @@ class StageCommunicator:
             raise ConfigError(
                 f"Virtual stage {receiver_stage} cannot be traced, because the shapes of its input activations are "
                 "unknown.",
-                remedy="Trace stage 0 first with the same batch, and assign its exchange.known to "
-                "pipeline.exchange.given.",
+                remedy="Trace stage 0 first with the same batch, and assign exchange.known of that pipeline to "
+                "exchange.given of this one.",
             )
         return earlier[max(earlier)]
 

@@ -653,8 +653,8 @@ def _make_stage_mismatch_error(values_by_stage: Sequence[Sequence[int]], axis: A
     )
     if value in OPTIMIZER_VALUES:
         ranks, compared = (axis.ranks[0], axis.ranks[other]), COMPARED_VALUES[value]
-        numbers = f" ({first}, and rank {ranks[1]} {second})" if value == "steps" else ""
-        places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
+        numbers = f" ({first} and {second})" if value == "steps" else ""
+        places = f"Ranks {ranks[0]} and {ranks[1]} (stages 0 and {other} of {axis.size})"
         return InputError(
             f"{places} have diverged: they have different {compared.value_name}{numbers}.",
             rule=compared.rule,

@@ -143,8 +143,8 @@ def _make_grid_cells(schedule: PipelineSchedule, timeline: Timeline) -> list[lis
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
-            f"A chart of {timeline.makespan:g} time units exceeds {MAX_COLUMNS} columns, because each column is as "
-            f"long as the shortest action, {unit:g}.",
+            f"A chart of {timeline.makespan:g} time units exceeds the maximum of {MAX_COLUMNS} columns, because the "
+            f"shortest action takes {unit:g} time units and fills one column.",
             remedy="Use durations and a send time of similar size.",
         )
     rows = [["."] * _get_column_index(timeline.makespan, unit) for _ in timeline.spans]

@@ -367,7 +367,7 @@ def partition_layers_into_stages(
     )
     if len(costs) != len(chain.called_layer_paths):
         raise ConfigError(
-            f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.called_layer_paths)} "
+            f"layer_costs contains {len(costs)} costs, but {type(model).__name__} has {len(chain.called_layer_paths)} "
             "layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
@@ -375,8 +375,7 @@ def partition_layers_into_stages(
         chunks = count // stage_manager.num_stages
         raise ConfigError(
             f"{type(model).__name__} has {len(costs)} layers, but {stage_manager.num_stages} pipeline stages of "
-            f"{chunks} "
-            f"chunks need at least {count}.",
+            f"{chunks} chunks each need at least {count} layers.",
             remedy="Use fewer stages, or schedule='1f1b', which has one chunk per stage.",
         )
     if count == 1:

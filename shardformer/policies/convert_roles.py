@@ -307,10 +307,10 @@ class AttentionRoleConverter:
         owner = paths.get_submodule_or_none(module, attr_name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"local_attrs={{{attr_name!r}: ...}} names "
-            f"{self.layer.layer_path}.{self._resolve_projection_path(attr_name)}, which does not exist.",
+            f"The policy lists {attr_name!r} in local_attrs, but "
+            f"{self.layer.layer_path}.{self._resolve_projection_path(attr_name)} does not exist.",
             remedy=suggest_similar_names(attr_name.rpartition(".")[2], known)
-            + " If only some models have it, end the name with ?",
+            + " If only some models have this attribute, end its name with '?'.",
         )
 
     def _make_projection_kwargs(self, projections: AttentionProjections) -> dict[str, dict[str, Any]]:

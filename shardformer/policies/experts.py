@@ -64,8 +64,8 @@ def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: s
     full = getattr(module, param_name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{module_path}.{param_name} must be a parameter with the weights (3 dims) or biases (2 dims) of all "
-            "experts.",
+            f"{module_path}.{param_name} must be one parameter that stacks the weights (3 dimensions) or biases "
+            "(2 dimensions) of all experts.",
             remedy="Fix the name, or describe experts that are separate modules as an MLP with * in its path.",
         )
     return full
@@ -90,11 +90,11 @@ def _choose_expert_shard_dims(
         found = ", ".join(f"{name} {shape}" for name, shape in param_shapes.items())
         if ways:
             raise PolicyError(
-                f"Cannot infer which dimensions of {found} to shard in {module_path}, because several match.",
+                f"Cannot infer which dimensions of {found} to shard in {module_path}, because several fit.",
                 remedy=f"Pass dims={ways[0]} if the forward pass uses these dimensions.",
             )
         raise PolicyError(
-            f"The shapes of {found} in {module_path} do not match those of experts with fused={experts.fused}.",
+            f"{found} in {module_path} do not have the shapes of expert weights with fused={experts.fused}.",
             remedy="Fix the parameter names, `fused` or `dims` in the policy.",
         )
     return ways[0]

@@ -144,7 +144,7 @@ def check_dataclass_field_types(dataclass_instance: Any) -> None:
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up="fc1", down=3)
     Traceback (most recent call last):
-    shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Fix it in the policy.
+    shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Fix `down` in the policy.
     """
     kind: Any = type(dataclass_instance)
     for item in fields(dataclass_instance):
@@ -162,7 +162,7 @@ def check_value_type(owner_name: str, value_name: str, value: Any, type_hint: An
             rule=f"`{value_name}` must be {format_type_hint(type_hint)}",
             remedy=f"Use {value_name}=[{value!r:.80}]"
             if _is_instance_of_hint([value], type_hint)
-            else "Fix it in the policy",
+            else f"Fix `{value_name}` in the policy",
         )
 
 

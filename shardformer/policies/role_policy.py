@@ -82,7 +82,7 @@ class RolePolicy(Policy):
             if name not in known and similar:
                 raise PolicyError(
                     f"{cls.__name__} sets {name!r}, which is not a field of a policy.",
-                    remedy=f"Rename it to {similar!r}. For your own attribute, choose a less similar name.",
+                    remedy=f"Rename {name!r} to {similar!r}. If it is your own attribute, choose a less similar name.",
                 )
 
     def set_model(self, model: nn.Module) -> None:
@@ -372,8 +372,8 @@ def check_no_missing_roles(
         raise PolicyError(
             f"The policy has no rule for {name!r} of shape {tuple(p.shape)}, which contains {share} of all "
             f"parameters{more}.",
-            remedy="Add a role that shards this weight, or add its path to the policy's `keep_replicated`, which is "
-            f"{known or 'empty'} now.",
+            remedy="Add a role that shards this parameter, or add its path to `keep_replicated` in the policy (now "
+            f"{known or 'empty'}).",
         )
 
 

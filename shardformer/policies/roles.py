@@ -248,7 +248,7 @@ class LayerStack(_TypeCheckedDataclass):
             arguments = list(role.inputs.arguments) if isinstance(role, Attention) else []
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
-                    f"The attention module {role.at!r} lists arguments={arguments}, but already receives these states "
-                    f"through cross_states of the LayerStack {self.layers!r}.",
-                    remedy="Remove `arguments` from its AttentionInputs.",
+                    f"The policy lists the arguments {arguments} of the attention module {role.at!r}, which already "
+                    f"receives these hidden states through cross_states of the LayerStack {self.layers!r}.",
+                    remedy="Remove `arguments` from the AttentionInputs of this module.",
                 )

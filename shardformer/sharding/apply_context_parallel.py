@@ -180,9 +180,9 @@ def warn_about_unsharded_attention(model: nn.Module, context: ParallelContext) -
     """Warn on rank 0 that context parallelism does not shard this model's attention."""
     if context.rank == 0:
         warnings.warn(
-            f"The attention of {type(model).__name__} cannot be sharded over the sequence axis, so each of its "
-            f"{context.sequence.size} ranks computes the full attention. Call shardformer.describe_sharding(model) for "
-            "details.",
+            f"The attention of {type(model).__name__} cannot be sharded over the sequence axis, so each of the "
+            f"{context.sequence.size} ranks on this axis computes the full attention. Call "
+            "shardformer.describe_sharding(model) for details.",
             stacklevel=5,
         )
 
@@ -201,7 +201,7 @@ def adapt_plan_to_context_parallel(
     if has_sequence_parallelism:
         raise ConfigError(
             f"{type(plan.model).__name__} does not support enable_sequence_parallelism=True with sequence > 1, because "
-            "every rank computes the full attention.",
+            "ShardFormer cannot shard the attention of this model over the sequence axis.",
             remedy="Set enable_sequence_parallelism=False, or remove the sequence axis.",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

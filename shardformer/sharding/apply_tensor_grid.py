@@ -111,7 +111,7 @@ def _check_replacements_support_grid(plan: ShardingPlan, layer_stack_prefix: str
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
-                f"The replacement class {target.__name__} of {path!r} supports only tensor_parallel_mode='1d'.",
+                f"The policy replaces {path!r} with {target.__name__}, which supports only tensor_parallel_mode='1d'.",
                 remedy="Use tensor_parallel_mode='1d', or write a RolePolicy, which supports every mode.",
             )
 
@@ -146,9 +146,8 @@ def _add_rule_for_module_outside_blocks(
         plan.full_sequence_modules.append(module_path if holds_one_end else holder[:-1])
     else:
         raise ConfigError(
-            f"{type(plan.model).__name__} does not support tensor_parallel_mode={grid.mode!r}, because "
-            f"{module_path!r} has "
-            "parameters or statistics over all hidden features.",
+            f"tensor_parallel_mode={grid.mode!r} shards the hidden features of each token, but {module_path!r} in "
+            f"{type(plan.model).__name__} has parameters or statistics over all of them.",
             remedy="Use tensor_parallel_mode='1d' for this model.",
         )
 

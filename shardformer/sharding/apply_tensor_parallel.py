@@ -148,7 +148,7 @@ def _check_no_layer_is_attention_or_mlp(plan: ShardingPlan, activation_layout: A
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
                 "enable_sequence_parallelism=True requires layers with a residual connection, but the layer "
-                f"{block.entry} is itself a tensor-parallel block.",
+                f"{block.entry} is itself an attention module or MLP.",
                 remedy="Set enable_sequence_parallelism=False, or pass the path of layers with a residual "
                 "connection to LayerStack(layers=...).",
             )
@@ -168,10 +168,10 @@ def _check_linear_layers_are_in_blocks(plan: ShardingPlan, activation_layout: Ac
             is_linear = isinstance(target, type) and issubclass(target, Linear1D_Col | Linear1D_Row)
             if is_linear and path.startswith(f"{stack.layers}.") and not f"{path}.".startswith(inside_blocks):
                 raise ConfigError(
-                    f"Sequence parallelism cannot shard the linear layer {path}, because no block of the policy "
-                    "contains it.",
-                    remedy="Add a BlockDescription with the linear layers of its attention module or MLP to blocks of "
-                    "the ModulePolicyDescription (docs/policies.md), or set enable_sequence_parallelism=False.",
+                    f"Sequence parallelism cannot shard the linear layer {path}, because the policy does not list it "
+                    "in any attention module or MLP.",
+                    remedy="List the layer in a BlockDescription, in `blocks` of the ModulePolicyDescription "
+                    "(docs/policies.md), or set enable_sequence_parallelism=False.",
                 )
 
 
@@ -259,7 +259,7 @@ def _get_submodule_of_class(model: nn.Module, module_path: str, layer_cls: type[
     module = model.get_submodule(module_path)
     if not isinstance(module, layer_cls):
         raise PolicyError(
-            f"The {role} layer of a tensor-parallel block must be a {layer_cls.__name__}, but {module_path} is a "
+            f"The policy lists {module_path} as a {role} layer, which must be a {layer_cls.__name__}, but it is a "
             f"{type(module).__name__}.",
             remedy=f"Replace {module_path} with a {layer_cls.__name__} in sub_module_replacement.",
         )

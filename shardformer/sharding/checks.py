@@ -133,15 +133,15 @@ def _find_peer_process_group_error(
             )
         if is_about_us and announced != local_announcement:
             problem = (
-                f"Process {me} shards over {local_announcement.group_description}, but its member process "
-                f"{peer_rank} over {announced.group_description}"
+                f"Process {me} shards the model over {local_announcement.group_description}, but process {peer_rank} "
+                f"of this group shards it over {announced.group_description}"
             )
             return ConfigError(problem, remedy=SAME_GROUP)
         if is_about_us or not is_member:
             return None
 
 
-SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of its members"
+SAME_GROUP = "Pass the same process group, with the ranks in the same order, on all ranks of the group"
 
 
 def _wait_for_key_or_peer_exit(store: Any, store_key: str, deadline: float | None, peer_rank: int) -> tuple[bool, str]:
@@ -288,7 +288,7 @@ def check_no_hooks_on_sharded_params(model: nn.Module, plan: ShardingPlan) -> No
             raise ConfigError(
                 f"The parameter {name!r} of {type(model).__name__} has a hook, which would receive only the gradient "
                 "of a shard.",
-                remedy="Remove the hook, or register it after sharding if it supports shards.",
+                remedy="Remove the hook, or register it after sharding if it can process the gradient of a shard.",
             )
 
 
@@ -439,7 +439,7 @@ def _replace_all_dict_entries(target_dict: dict[Any, Any], new_entries: Mapping[
     target_dict.update(new_entries)
 
 
-TIE_REMEDY = "Tie them with module.weight = other.weight instead of .data, or clone one of them."
+TIE_REMEDY = "Tie the weights with module.weight = other.weight instead of .data, or clone one of the two."
 
 
 def check_tied_weights_on_same_stage(

@@ -211,7 +211,7 @@ class CompiledForward:
         reason = torch_compat.get_recompile_reason(lambda: self._call_compiled_graph(args, kwargs))
         warnings.warn(
             f"{self._path} runs some calls without compilation, because {stack.path} has reached the limit of "
-            f"{len(stack.graphs)} graphs ({reason}). Pad the batches to a few lengths, or raise "
+            f"{len(stack.graphs)} compiled graphs ({reason}). Pad the batches to a few lengths, or raise "
             "torch._dynamo.config.recompile_limit.",
             stacklevel=2,
         )
@@ -237,7 +237,7 @@ def compile_layer_stacks(
     if not found:
         name = torch_compat.get_compile_backend_name(backend)
         raise ConfigError(
-            f"compile={name!r} has no effect, because the policy of {type(model).__name__} describes no layers.",
+            f"compile={name!r} has no effect, because the policy of {type(model).__name__} has no LayerStack.",
             remedy="Set compile=False and call torch.compile(model), or pass a policy with a LayerStack.",
         )
     differs = (
@@ -333,7 +333,7 @@ def compile_model(
         raise ConfigError("model.compile received both mode and options.", remedy="Pass either mode or options.")
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            f"model.compile is not supported with pipe={state.context.pipe.size}.",
+            f"model.compile does not support pipeline parallelism, but the model has pipe={state.context.pipe.size}.",
             remedy="Set compile=True in ParallelConfig instead.",
         )
     compile_layer_stacks(self, state, backend, options)

@@ -101,16 +101,17 @@ class KVCacheHeadSelector:
                     new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
                 elif x.dim() != 4 or x.shape[1] != len(own):
                     raise self._make_unsupported_cache_error(
-                        f"Tensor parallelism does not support a KV cache with {name} of shape {tuple(x.shape)} in "
-                        f"layer {number}."
+                        f"The KV cache of layer {number} has {name} of shape {tuple(x.shape)}, which tensor "
+                        "parallelism does not support."
                     )
         for layer, name, x in new:
             setattr(layer, name, x)
 
     def _make_unsupported_cache_error(self, message: str) -> ConfigError:
         counts = sorted({total for total, _ in self._layers.values()} - {0})
-        shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
-        remedy = f"Use a DynamicCache with keys and values of shape {shape}, or pass the tokens to the model instead."
+        shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else ""
+        values = f" with keys and values of shape {shape}" if shape else ""
+        remedy = f"Use a DynamicCache{values}, or pass all tokens to the model without a cache."
         return ConfigError(message, remedy=remedy)
 
 
@@ -197,7 +198,7 @@ class ModelStructureSnapshot:
                     raise ConfigError(
                         f"The hook {name} on {path} would receive only a part of the values, because {part.reason}.",
                         remedy=(
-                            f"Remove the hook, {part.alternative}, or set hook.sees_parts = True if it supports this."
+                            f"Remove the hook, {part.alternative}, or set hook.sees_parts = True if it can use a part."
                         ),
                     )
 
@@ -467,8 +468,8 @@ class ForwardCheckHooks:
         for name, value in kwargs.items():
             if is_kv_cache(value) and has_cached_tokens(value):
                 raise ConfigError(
-                    f"The input {name} must be an empty cache for pipeline parallelism, but is a filled "
-                    f"{type(value).__name__}.",
+                    f"Pipeline parallelism requires an empty cache as the input {name}, but got a "
+                    f"{type(value).__name__} that already contains tokens.",
                     remedy=f"Remove {name}, or use a layout without the pipe axis.",
                 )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):

@@ -195,7 +195,7 @@ def _add_module_replacement(
     if not callable(getattr(replacement.target_module, "from_native_module", None)):
         target = get_display_name(replacement.target_module)
         raise PolicyError(
-            f"The replacement class {target} of {path!r} has no from_native_module method.",
+            f"The policy replaces {path!r} with {target}, which has no from_native_module method.",
             remedy="Implement from_native_module(module, process_group, **kwargs), or use a parallel layer such as "
             "Linear1D_Col.",
         )
@@ -216,7 +216,7 @@ def _add_module_replacement(
                 for rule in (known, replacement)
             )
             raise PolicyError(
-                f"{other!r} and {path!r} are the same module, but the policy replaces it by {first} and by {second}.",
+                f"{other!r} and {path!r} are the same module, but the policy replaces it with {first} and {second}.",
                 remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = replacement
@@ -237,7 +237,7 @@ def _add_sharded_parameters(
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, but a buffer that is saved in the state dict cannot be sharded.",
+                f"The policy shards {path}, but ShardFormer cannot shard a buffer that the state dict contains.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(module_path, owner_path)) in plan.replacements:
@@ -263,8 +263,8 @@ def _add_tensor_parallel_block(
             else "`local_attrs` of the Attention, as 'heads', 'width' or 'inside'"
         )
         raise PolicyError(
-            f"The policy has no rule for the parameter {own[0]} of a tensor-parallel block.",
-            remedy=f"Add the parameter to {where}, move it into a submodule, or keep this block replicated.",
+            f"The policy has no rule for {own[0]}, a parameter of an attention module or MLP.",
+            remedy=f"Add the parameter to {where}, move it into a submodule, or do not shard this module.",
         )
     plan.blocks.append((module_path, block))
 

@@ -313,8 +313,8 @@ class TensorParallelBlock:
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_output_of_node(node)):
                 raise PolicyError(
-                    f"The residual connection in {type(module).__name__} must be outside its tensor-parallel block.",
-                    remedy="In the policy, set the entry to the first projection: inputs=AttentionInputs(entry=...).",
+                    f"The residual connection in {type(module).__name__} must be outside the sharded layers.",
+                    remedy="In the policy, set entry to the first projection: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]

@@ -552,7 +552,7 @@ class ShardedNorm(ParallelModule):
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"ShardedNorm can only replace a norm over {full} features, but the parameters have shape {shapes}.",
+                f"ShardedNorm can only replace a norm over {full} features, but got a norm of shape {shapes}.",
                 remedy="Remove this norm from the policy if it normalizes each attention head separately.",
             )
         return cls(norm, process_group=process_group, **kwargs)

@@ -249,7 +249,7 @@ def prepare_extra_block_input(hidden_states: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if get_autograd_function_class(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(hidden_states.shape)} is passed to the tensor-parallel blocks twice.",
+                f"The attention modules and MLPs receive a tensor of shape {tuple(hidden_states.shape)} twice.",
                 remedy="Name this tensor only once in the policy: in `cross_states` of the LayerStack, or in `inputs` "
                 "of the attention modules.",
             )

@@ -195,7 +195,7 @@ def check_behaves_like_plain_module(module: nn.Module, *module_classes: type[nn.
     if is_linear_or_conv1d(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         raise ConfigError(
             f"{name} has hooks, so a parallel layer cannot replace it.",
-            remedy="Remove the hooks, or register them on the attention or MLP.",
+            remedy="Remove the hooks, or register them on the attention module or MLP.",
         )
 
 

@@ -63,8 +63,8 @@ class ActivationSharding:
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             dims = ", ".join(d for d in REGIONS_BY_DIM if d)
             raise ConfigError(
-                f"Activations between layers must be contiguous slices of the {dims} dim, but got {shard}.",
-                remedy="Shard this dim at the inputs of the model, or add it to REGIONS_BY_DIM.",
+                f"Activations between layers can only be sharded in contiguous slices along {dims}, but got {shard}.",
+                remedy="Shard this dimension at the inputs of the model instead.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input

@@ -314,7 +314,7 @@ def test_the_depth_of_a_saved_model_is_not_changed(monkeypatch: pytest.MonkeyPat
         in run("verify", bert, "--pipe", "4")[2]
     )
     assert (
-        "has 2 layers, but 2 pipeline stages of 2 chunks need at least 4"
+        "has 2 layers, but 2 pipeline stages of 2 chunks each need at least 4"
         in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
     )
 

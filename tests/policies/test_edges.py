@@ -180,9 +180,7 @@ def test_residual_around_the_exit_is_refused_in_the_first_forward_pass() -> None
         model.layers[0].attn.__class__ = ResidualInside
         toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
 
-    with pytest.raises(
-        PolicyError, match="residual connection in ResidualInside must be outside its tensor-parallel block"
-    ):
+    with pytest.raises(PolicyError, match="residual connection in ResidualInside must be outside the sharded layers"):
         run_as_threads(train, tensor=2)
 
 
@@ -527,7 +525,7 @@ def test_invalid_model_is_refused() -> None:
 def test_invalid_policy_is_refused() -> None:
     refused(PolicyError, ToyLM, "as config=...", policy=ShardConfig())
     with pytest.raises(
-        PolicyError, match=r"sets 'embedings', which is not a field of a policy.*Rename it to 'embeddings'"
+        PolicyError, match=r"sets 'embedings', which is not a field of a policy.*Rename 'embedings' to 'embeddings'"
     ):
         type("Misspelt", (RolePolicy,), {"embedings": "embed"})
     with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):

@@ -134,7 +134,7 @@ def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> Non
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
         (
             {"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}},
-            "attn.shift of a tensor-parallel block",
+            "attn.shift, a parameter of an attention module or MLP",
         ),
     ],
 )
@@ -195,9 +195,9 @@ def saved() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "counts", "message"),
     [
-        (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
+        (Model, {"q_bia": "width"}, r"but layers\.\*\.attn\.q_bia does not exist.*'q_bias'"),
         (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
-        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias of a tensor-parallel block"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias, a parameter of an attention module"),
         (
             Model,
             {"num_heads": "inside"},
@@ -207,7 +207,7 @@ def saved() -> nn.Module:
         (Model, {"q_bias": "heads"}, r"exactly one dimension of size 5, but .*attn\.q_bias has the shape \(30,\)"),
         (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*pass \('heads', dim\)"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, but a buffer that is saved"),
+        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, but ShardFormer cannot shard a buffer"),
         (
             Model,
             {**ATTENTION.local_attrs, "qkv.weight": "inside"},

@@ -183,7 +183,7 @@ def test_replicated_attention_is_reported() -> None:
             return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
         with pytest.warns(
             UserWarning,
-            match="so each of its 2 ranks computes the full attention",
+            match="so each of the 2 ranks on this axis computes the full attention",
         ):
             model = shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context)
         return str(shardformer.describe_sharding(model))

@@ -147,7 +147,7 @@ def test_cache_with_wrong_heads_is_refused_and_unchanged() -> None:
         cache = transformers.DynamicCache()
         keys = torch.zeros(2, 3, 1, 8, dtype=torch.float64)
         cache.update(keys, keys, 0)
-        with pytest.raises(ConfigError, match=r"keys of shape \(2, 3, 1, 8\) in layer 0"):
+        with pytest.raises(ConfigError, match=r"cache of layer 0 has keys of shape \(2, 3, 1, 8\)"):
             model(input_ids=IDS, **{CACHE: cache})
         assert cache.layers[0].keys.shape == keys.shape
 

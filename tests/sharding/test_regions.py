@@ -56,7 +56,7 @@ def test_layer_that_is_itself_a_block_is_refused() -> None:
             models[context.tensor.rank], AttentionsOnlyPolicy(), context=context, enable_sequence_parallelism=True
         )
 
-    with pytest.raises(ConfigError, match=r"is itself a tensor-parallel block"):
+    with pytest.raises(ConfigError, match=r"is itself an attention module or MLP"):
         run_as_threads(shard, tensor=2)
 
 

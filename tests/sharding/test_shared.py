@@ -179,7 +179,7 @@ def cut_in_two_ways() -> nn.Module:
 def test_shared_memory_split_in_two_ways_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match="share memory, but are sharded in different ways") as error:
         difference(make, ToyPolicy)
-    assert "Tie them with" in str(error.value)
+    assert "Tie the weights with" in str(error.value)
 
 
 def test_shared_memory_across_stages_is_refused() -> None:

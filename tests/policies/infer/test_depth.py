@@ -168,7 +168,7 @@ def tokens(step: int) -> dict[str, Tensor]:
 def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
     policy, source = resolve_policy_and_origin(ScaledToyLM(), None, tp_size=1)
     assert source == "the order of its layers"
-    assert "No example inputs can be generated for ScaledToyLM" in policy.notes[0]
+    assert "ShardFormer cannot generate example inputs for ScaledToyLM" in policy.notes[0]
     report = verify(ScaledToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
     assert report.passed, str(report)
     report = verify(

@@ -256,7 +256,7 @@ def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
 
 @pytest.mark.slow
 def test_a_failed_derivation_reports_the_reason() -> None:
-    with pytest.raises(PolicyError, match=r"No example inputs can be generated for ScaledToyLM.*batch="):
+    with pytest.raises(PolicyError, match=r"ShardFormer cannot generate example inputs for ScaledToyLM.*batch="):
         derive_policy(ScaledToyLM())
     with pytest.raises(PolicyError, match="a transformers config"):
         derive_policy("opt")

@@ -53,7 +53,7 @@ def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
     cross = Attention("cross", linears, inputs=AttentionInputs(cross_attention=True))
     other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
     with pytest.raises(
-        PolicyError, match=r"attention module 'attn' lists arguments=\['states'\], but already receives"
+        PolicyError, match=r"the arguments \['states'\] of the attention module 'attn', which already receives"
     ):
         LayerStack("layers", [cross, other], cross_states=("decoder", "states"))
     LayerStack("layers", [cross, other], cross_states=("decoder", "other_states"))
@@ -64,7 +64,7 @@ def test_a_view_of_a_block_input_does_not_enter_again() -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
         prepare_extra_block_input(prepare_extra_block_input(x, context.tensor).transpose(0, 1), context.tensor)
 
-    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) is passed to the tensor-parallel blocks twice"):
+    with pytest.raises(PolicyError, match=r"receive a tensor of shape \(3, 2, 4\) twice"):
         run_as_threads(twice, tensor=2)
 
 
@@ -158,7 +158,7 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
         layer_path="layers.*",
         axis=ParallelContext.from_sizes({"tensor": 2}).tensor,
     )
-    with pytest.raises(PolicyError, match=r"because several match.*dims=\{'up': 2, 'down': 2\}"):
+    with pytest.raises(PolicyError, match=r"because several fit.*dims=\{'up': 2, 'down': 2\}"):
         describe(Experts("experts", "up", "down", fused=2))
     parameters = describe(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {

@@ -159,7 +159,9 @@ def test_the_only_argument_of_a_model_needs_no_known_name(first: nn.Module, batc
 
 def test_a_model_that_accepts_no_generated_input_asks_for_a_batch() -> None:
     model = ByOneInput(nn.Bilinear(3, 3, 12), nn.Linear(12, 5))
-    with pytest.raises(PolicyError, match=r"(?s)No example inputs can be generated .*forward\(readings\).*batch="):
+    with pytest.raises(
+        PolicyError, match=r"(?s)ShardFormer cannot generate example inputs .*forward\(readings\).*batch="
+    ):
         shard(model)
 
 
