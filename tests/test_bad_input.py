@@ -621,7 +621,7 @@ def _use(how: str) -> Refusal:
         ("hidden states", ConfigError, ("output_hidden_states=True", "each rank has a shard of the sequence")),
         ("resize", ConfigError, ("resize_token_embeddings", "Resize the embeddings before you shard the model")),
         ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the embeddings before you shard the model")),
-        ("save inside", ConfigError, ("save_pretrained is not supported on GPT2Model, a part", "Save the full model")),
+        ("save inside", ConfigError, ("save_pretrained cannot save GPT2Model alone", "Save the full model")),
     ],
 )
 def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:

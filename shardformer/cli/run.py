@@ -98,7 +98,7 @@ def _check_timeout_option_values(torchrun_args: argparse.Namespace) -> None:
             value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
             example = 1 if name == "--monitor-interval" else 60
             raise LaunchError(
-                f"{name} {value} is not a valid number of seconds. The maximum is {MAX_TIMEOUT_S}.",
+                f"{name} must be a number of seconds up to {MAX_TIMEOUT_S}, but got {value}.",
                 remedy=f"Use {name} {example}, or remove it.",
             )
 
@@ -292,7 +292,7 @@ def _set_torchrun_options_from_hosts(torchrun_args: argparse.Namespace) -> None:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
             raise LaunchError(
                 f"The hosts have different numbers of slots: {listing}.",
-                remedy="Use the same slots= for all hosts, or set the number of processes with --nproc_per_node.",
+                remedy="Give all hosts the same number of slots, or set the number of processes with --nproc_per_node.",
             )
         (count,) = slots
         torchrun_args.nproc_per_node = None if count is None else str(count)

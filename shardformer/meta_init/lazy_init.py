@@ -558,8 +558,8 @@ def check_meta_tensors_can_be_computed(model: nn.Module) -> None:
     if empty:
         raise ConfigError(
             f"This {type(model).__name__} has tensors without values on the meta device, such as {empty[0]!r}.",
-            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), and call .to() and "
-            ".half() inside the block. Or load it with shardformer.from_pretrained.",
+            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), or load it with "
+            "shardformer.from_pretrained. Call .to() and .half() inside the block.",
         )
     changed = [name for name, p in model.named_parameters() if is_modified_outside_lazy_init(p)]
     if changed:

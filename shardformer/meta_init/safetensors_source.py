@@ -163,7 +163,7 @@ class SafetensorsTensorReader:
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"The tensor {self.key!r} can no longer be read from {self.file.path!r}: {error}.",
-                remedy="Shard or materialize the model before its files are moved or rewritten.",
+                remedy="Shard or materialize the model before you move or rewrite its files.",
             ) from error
         return value
 
@@ -195,7 +195,7 @@ def load_safetensors_lazily(path: str, *, all_bytes: bool = False) -> dict[str, 
         reason = get_first_message_line(error)
         raise ConfigError(
             f"The weight file {path!r} cannot be read: {reason}.",
-            remedy="Check that it is a complete safetensors file, or download it again.",
+            remedy="Check that the file is a complete safetensors file, or download it again.",
         ) from error
 
 

@@ -496,7 +496,7 @@ def _validate_hook_kwargs(hook_class: type, hook_kwargs: dict[str, Any], config_
         except ValidationError as error:
             messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{config_section}.{name} = {value!r:.80} has the wrong type. {messages}.",
+                f"{config_section}.{name} = {value!r:.80} has the wrong type: {messages}.",
                 rule=known[name].description.replace("`", "'"),
                 remedy=f"Fix the value of {config_section}.{name}.",
             ) from error
@@ -602,13 +602,13 @@ def build_model(
     except Exception as error:  # model code may raise any error
         reason = f"{type(error).__name__}: {get_first_message_line(error)}"
         raise ConfigError(
-            f"transformers cannot build a {kind.__name__} from {config.model.name!r}. {reason}.",
+            f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {reason}.",
             remedy=suggest_trust_remote_code("Fix model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
-            f"model.head builds a {kind.__name__}, which accepts no labels and returns no loss.",
+            f"The class {kind.__name__} in model.head accepts no labels and returns no loss.",
             remedy="Remove model.head, or set it to a class that computes a loss, such as AutoModelForCausalLM.",
         )
     return model
@@ -648,8 +648,8 @@ def _check_model_supports_task(config: TrainConfig, model_config: PreTrainedConf
     key, value = ("head", config.model.head) if config.model.head else ("task", config.model.task)
     alternative = f", or set model.task = {' or '.join(map(repr, tasks))}" if tasks else ""
     raise ConfigError(
-        f"model.{key} = {value!r} does not support the model type {model_config.model_type!r} of "
-        f"{config.model.name!r}.",
+        f"The model {config.model.name!r} has the type {model_config.model_type!r}, which does not support "
+        f"model.{key} = {value!r}.",
         remedy=f"Use another model{alternative}.",
     )
 

@@ -63,14 +63,14 @@ def _load_config_and_saved_fields(config: TrainConfig) -> tuple[PreTrainedConfig
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         reason = get_first_message_line(error)
         raise ConfigError(
-            f"The config of model.name = {name!r} cannot be loaded: {reason}.",
-            rule="Use a folder that save_pretrained wrote or a name on the Hugging Face hub, or with "
-            "model.random = true also a config.json or a model type.",
+            f"The config of the model {name!r} cannot be loaded: {reason}.",
+            rule="model.name must be a folder that save_pretrained wrote or a name on the Hugging Face hub. With "
+            "model.random = true, it can also be a config.json or a model type.",
             remedy=suggest_trust_remote_code(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
-            f"model.name = {name!r} is a config file without weights.",
+            f"The path {name!r} in model.name is a config file without weights.",
             remedy="Set model.random = true to start with random weights, or specify a folder with weights.",
         )
     return model_config, saved

@@ -135,7 +135,7 @@ def split_rows(rows: DatasetRows, validation_fraction: float, seed: int) -> tupl
     count = max(1, round(len(rows) * validation_fraction))
     if count >= len(rows):
         raise InputError(
-            f"data.validation_fraction = {validation_fraction} of {len(rows)} rows leaves no rows for training.",
+            f"data.validation_fraction = {validation_fraction} leaves none of the {len(rows)} rows for training.",
             remedy="Decrease data.validation_fraction, or use more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()

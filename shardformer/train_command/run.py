@@ -335,7 +335,7 @@ class Resume(Hook):
         if old_model_config and old != new:
             now, was = (", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old))
             raise ConfigError(
-                f"The classes of the data are {now:.100}, but were {was:.100} when the run started.",
+                f"The run started with the classes {was:.100}, but the data now has the classes {now:.100}.",
                 remedy="Use data with the same classes, or set another folder to start a new run.",
             )
 
@@ -407,13 +407,13 @@ def check_attention_fits_task(config: TrainConfig, model: PreTrainedModel) -> No
         if task == "causal" and dependence.depends_on_label:
             alternative = _suggest_causal_model(model)
             raise ConfigError(
-                f"model.task = 'causal' does not support {name}, because it reads the tokens that it must predict.",
+                f"model.task = 'causal' does not support {name}, because the model reads the tokens it must predict.",
                 remedy=f"Set model.task = 'masked', or {alternative}.",
             )
         if task == "masked" and not (dependence.depends_on_later_tokens and dependence.is_label_aligned):
             problem = "ignores later tokens" if not dependence.depends_on_later_tokens else "predicts the next token"
             raise ConfigError(
-                f"model.task = 'masked' does not support {name}, because it {problem}.",
+                f"model.task = 'masked' does not support {name}, because the model {problem}.",
                 remedy="Set model.task = 'causal', or use a masked language model.",
             )
 
@@ -495,7 +495,7 @@ def _explain_error_in_first_step(config: TrainConfig, trainer: Trainer) -> Itera
             raise
         name, reason = type(error).__name__, get_first_message_line(error)
         raise ConfigError(
-            f"The first training step failed with model.config = {config.model.config!r:.200}. {name}: {reason}.",
+            f"The first training step with model.config = {config.model.config!r:.200} raised {name}: {reason}.",
             remedy="Fix model.config, model.task, model.head or optimizer.",
         ) from error
 

@@ -202,8 +202,8 @@ def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
-            "A model with model.task = 'preference' cannot be evaluated after training, because the loss requires the "
-            "initial model.",
+            "A model with model.task = 'preference' cannot be evaluated after training, because the loss requires "
+            "the weights from before the training.",
             remedy="Read validation/loss in the metrics of the training run instead.",
         )
     if saved_model.checkpoint is None:

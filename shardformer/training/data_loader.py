@@ -126,8 +126,8 @@ class ShardedDataLoader:
         if not self.seen:
             raise InputError(
                 f"The training data of type {self._source.name} yielded no batch in epoch {self.epoch + 1}.",
-                remedy="Pass a list or another object that can be read in every epoch, unlike a generator. With "
-                "drop_last=True, pass enough samples for a batch.",
+                remedy="Instead of a generator, pass data that can be read in every epoch, such as a list. With "
+                "drop_last=True, pass at least as many samples as a batch has.",
             )
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
@@ -223,7 +223,7 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"The checkpoint was saved with {saved_count} training samples, but the data now has {count}.",
                 remedy="Use the same data. To train on other data, load only the model with "
-                "shardformer.load_checkpoint, or set model.name to the exported model in a new run.",
+                "shardformer.load_checkpoint, or start a new run and set model.name to the exported model.",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -292,7 +292,7 @@ def _check_option_matches_loader(
 ) -> None:
     if passed_value not in (default_value, loader_value):
         raise ConfigError(
-            f"{option_name}={passed_value!r} conflicts with {option_name}={loader_value!r} of the DataLoader.",
+            f"Got {option_name}={passed_value!r}, but the DataLoader was created with {option_name}={loader_value!r}.",
             remedy=f"Pass {option_name} only to the DataLoader.",
         )
 

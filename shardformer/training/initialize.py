@@ -126,7 +126,7 @@ def _check_optimizer_params_in_model(optimizer: Optimizer, names_by_param_id: Ma
             )
     if optimizer.state:
         raise ConfigError(
-            f"The {kind} optimizer already has state for {len(optimizer.state)} parameters.",
+            f"The {kind} optimizer must be new, but it already has state for {len(optimizer.state)} parameters.",
             remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder).",
         )
 
@@ -165,11 +165,11 @@ def get_or_create_parallel_context(context: ParallelContext | None, config: Para
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
         raise ConfigError(
-            f"parallel requests {name}={requested}, but there is only one process.",
+            f"The argument parallel requests {name}={requested}, but the script runs in only one process.",
             remedy=f"Start the script with {srun}shardformer run --nproc_per_node N script.py.",
         )
     raise ConfigError(
-        f"parallel requests {name}={requested}, but context has {name}={actual}.",
+        f"The argument parallel requests {name}={requested}, but the argument context has {name}={actual}.",
         remedy="Pass only one of the arguments parallel and context.",
     )
 
@@ -246,7 +246,7 @@ def _resolve_scheduler(scheduler: SchedulerArgument, optimizers: list[Optimizer]
         )
     if len(optimizers) != 1:
         raise ConfigError(
-            f"A scheduler function supports only one optimizer, but got {len(optimizers)}.",
+            f"A scheduler function supports only one optimizer, but initialize got {len(optimizers)} optimizers.",
             remedy="Pass a list of schedulers instead, or use a single optimizer.",
         )
     return scheduler(optimizers[0])

@@ -350,8 +350,8 @@ def make_data_source(
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
-            f"{option} is not supported for streamed data of type {type(data).__name__}.",
-            remedy="Remove it, and shuffle the stream itself or pass a DataLoader with num_workers.",
+            f"Streamed data of type {type(data).__name__} does not support {option}.",
+            remedy=f"Remove {option}. Then shuffle the stream itself, or pass a DataLoader with num_workers.",
         )
     return IterableDataSource(data, collate_fn)
 
@@ -375,12 +375,12 @@ def _make_source_from_data_loader(
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
-                f"The DataLoader uses a {type(each).__name__}, but ShardFormer already splits the batches.",
+                f"The DataLoader uses a {type(each).__name__}, but ShardFormer already splits batches across ranks.",
                 remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size.",
             )
     if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
-            "shuffle=True has no effect on a DataLoader that does not shuffle.",
+            "Got shuffle=True, but the DataLoader does not shuffle.",
             remedy="Create the DataLoader with shuffle=True.",
         )
     if not _is_map_style(data_loader.dataset) or batches is None:

@@ -103,7 +103,7 @@ def get_tolerances(dtype: torch.dtype) -> Tolerances:
     if dtype == torch.float32:
         return Tolerances(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
-        f"verify does not support dtype={dtype}, because its rounding errors would hide errors of the sharded model.",
+        f"verify does not support dtype={dtype}, because rounding would hide errors of the sharded model.",
         remedy="Use dtype=torch.float64 or torch.float32.",
     )
 

@@ -480,8 +480,8 @@ class ModelSource:
             return _make_source_from_model_type(self.model_type, head_class)
         if not isinstance(self.model_fn, SmallModelFactory | PretrainedModelFactory):
             raise ConfigError(
-                f"head={head_class!r} has no effect on {self.title}, because your own function creates this model.",
-                remedy="Remove the option, and add the head in the function.",
+                f"--head {head_class} has no effect on {self.title}, because your own function creates this model.",
+                remedy="Remove --head, and add the head in your function.",
             )
         known = HEAD_CLASSES.get(self.model_type)
         if known is not None and head_class not in known:
@@ -501,7 +501,7 @@ class ModelSource:
             return self
         if min_layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"The small model of {self.title} can have at most {MAX_STAGE_LAYERS} layers, but needs {min_layers}.",
+                f"The pipeline needs {min_layers} layers, but verify limits {self.title} to {MAX_STAGE_LAYERS} layers.",
                 remedy="Use fewer pipeline stages, or decrease --num-model-chunks.",
             )
         model_fn = self.model_fn.with_min_layers(min_layers)
@@ -525,9 +525,9 @@ class ModelSource:
         if isinstance(self.model_fn, PretrainedModelFactory) and not sizes and is_multimodal(self.head):
             if sequence_length != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence_length} has no effect on {self.title}, because its images, audio or video "
+                    f"--tokens {sequence_length} has no effect on {self.title}, because its images, audio or video "
                     "determine the number of tokens.",
-                    remedy="Remove the option.",
+                    remedy="Remove --tokens.",
                 )
             return ExampleBatchFactory(self.model_fn, batch_size)
         vocab_size = _get_min_vocab_size(self.config)
@@ -540,8 +540,8 @@ class ModelSource:
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence_length > longest:
             raise ConfigError(
-                f"sequence={sequence_length} exceeds max_position_embeddings={longest} of {self.title}.",
-                remedy=f"Use a sequence of at most {longest} tokens.",
+                f"{self.title} has max_position_embeddings={longest}, but each sample has {sequence_length} tokens.",
+                remedy=f"Use --tokens {longest} or fewer.",
             )
         eos = get_first_token_id(getattr(self.config, "eos_token_id", None), 2)
         return RandomBatchFactory(
@@ -643,7 +643,7 @@ def load_hf_config(name_or_path: str, local_files_only: bool = True) -> PreTrain
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"The config {name_or_path!r} has {layers} layers, but a small model can have at most {MAX_SMALL_LAYERS}.",
+            f"The config {name_or_path!r} has {layers} layers, but verify supports at most {MAX_SMALL_LAYERS} layers.",
             remedy="Decrease the number of layers in the config, such as num_hidden_layers.",
         )
     return config
@@ -709,8 +709,8 @@ def _select_model_of_user_function(module_and_function_name: str) -> ModelSource
         parameters.bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {module_and_function_name} is called without arguments, but has the parameters "
-            f"{parameters}.",
+            f"verify calls the function {module_and_function_name} without arguments, but the function has the "
+            f"parameters {parameters}.",
             remedy="Give each parameter a default value, or pass a function without parameters.",
         ) from error
     except ValueError:  # a function written in C may have no signature

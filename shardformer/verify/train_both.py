@@ -171,7 +171,7 @@ def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], data_rank: int, num
     size = get_batch_size(batch)
     if size % num_shards:
         raise ConfigError(
-            f"The batch size {size} is not divisible by data={num_shards}.",
+            f"The batch size {size} is not divisible by the number of data-parallel ranks ({num_shards}).",
             remedy=f"Return batches with a multiple of {num_shards} samples from batch_fn.",
         )
     part = split_batch(batch, [size // num_shards] * num_shards, media_token_ids=job.ids)[data_rank]
@@ -363,7 +363,7 @@ class VerifyJob:
             object.__setattr__(self, "loss_fn", UserLossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             raise ConfigError(
-                f"gradient_accumulation_steps={count} is not supported with pipe={self.pipe}.",
+                f"A pipeline with pipe={self.pipe} does not support gradient_accumulation_steps={count}.",
                 remedy="Set micro_batches (--micro-batches) instead.",
             )
         for name in ("tensor", "pipe", "data", "steps"):
@@ -530,7 +530,7 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
     if abs(first - second) > job.tolerances.loss * abs(first):
         seed = "another random seed" if draws_anew else "the same random seed"
         raise ConfigError(
-            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again with {seed}.",
+            f"The first pass over a batch gave a loss of {first:.6g}, but a second pass with {seed} gave {second:.6g}.",
             remedy="Disable the randomness in the model.",
         )
 

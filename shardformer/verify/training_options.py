@@ -79,7 +79,7 @@ class VerifyTraining:
             re.compile(self.frozen_pattern)
         except re.error as error:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} is not a valid regular expression: {error}.",
+                f"The pattern {self.frozen_pattern!r} in frozen is not a valid regular expression: {error}.",
                 remedy="Use an expression that matches full parameter names, such as embeddings.*.",
             ) from error
         if callable(self.optimizer):
@@ -108,7 +108,7 @@ class VerifyTraining:
         ]
         if self.frozen_pattern and not names:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} matches no parameter of {type(model).__name__}.",
+                f"The pattern {self.frozen_pattern!r} in frozen matches no parameter of {type(model).__name__}.",
                 rule="The regular expression must match the full name of a parameter.",
                 remedy=suggest_similar_names(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
             )

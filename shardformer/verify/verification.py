@@ -354,8 +354,8 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
         config = ShardConfig.from_options(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "verify does not support a config with context or tensor_parallel_process_group.",
-            remedy="Remove them, and set the layout with the arguments tensor= and data= of verify.",
+            "verify does not support the fields context and tensor_parallel_process_group of config.",
+            remedy="Remove both fields, and set the layout with the arguments tensor and data of verify.",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}

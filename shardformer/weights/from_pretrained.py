@@ -252,8 +252,8 @@ def _check_loaded_weights_match_model(
         name, *shapes = sorted(loading_info["mismatched_keys"])[0]
         saved_shape, shape = map(tuple, shapes)
         raise ConfigError(
-            f"{name!r} has shape {saved_shape} in {path_or_name!r}, but {shape} in {type(model).__name__}.",
-            remedy="Pass the config that the weights were saved with. To initialize them randomly, pass "
+            f"{path_or_name!r} contains {name!r} with shape {saved_shape}, but {type(model).__name__} expects {shape}.",
+            remedy="Pass the config that the weights were saved with. To initialize such weights randomly, pass "
             "ignore_mismatched_sizes=True.",
         )
     missing = set(loading_info["missing_keys"])
@@ -269,7 +269,7 @@ def _check_loaded_weights_match_model(
     if lacking:
         names = _abbreviate_names(lacking)
         raise ConfigError(
-            f"{path_or_name!r} has no weights for these parameters of the layers: {names}.",
+            f"{path_or_name!r} contains no weights for the layer parameters {names}.",
             remedy="Pass a config with as many layers as the files. For random weights, use LazyInit instead.",
         )
 

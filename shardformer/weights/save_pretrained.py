@@ -132,12 +132,12 @@ def _resolve_export_directory(
     if get_or_build_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"{type(tensors.model).__name__} cannot be exported, because it has PEFT adapters.",
-            remedy="Save them with save_pretrained of the PEFT model, or export the model from merge_and_unload().",
+            remedy="Save the adapters with its save_pretrained, or export the model from merge_and_unload().",
         )
     if name := next((name for name, x in tensors.tensors.items() if x.dtype == torch.complex128), None):
         raise ConfigError(
-            f"safetensors does not support complex128, the dtype of {name}.",
-            remedy="Convert it to complex64, or use save_checkpoint, which supports complex128.",
+            f"The tensor {name} has the dtype complex128, which safetensors does not support.",
+            remedy="Convert the tensor to complex64, or use save_checkpoint, which supports complex128.",
         )
     target = to_absolute_path(directory)
     check_export_directory(target, tensors.model)
@@ -284,7 +284,7 @@ def check_model_is_exportable(model: nn.Module, tokenizer: Any = None) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(
                 f"The config or tokenizer of {type(model).__name__} cannot be exported: {reason}.",
-                remedy="Fix it, or disable the export.",
+                remedy="Fix the config or tokenizer, or disable the export.",
             ) from error
 
 
@@ -382,6 +382,6 @@ def raise_load_adapter_error(model: nn.Module, *args: Any, **kwargs: Any) -> Non
 def raise_submodule_save_error(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
-        f"save_pretrained is not supported on {type(model).__name__}, a part of a sharded model.",
-        remedy="Save the full model, or gather its weights with shardformer.full_state_dict(model).",
+        f"save_pretrained cannot save {type(model).__name__} alone, because it belongs to a sharded model.",
+        remedy="Save the full model, or gather the weights with shardformer.full_state_dict(model).",
     )

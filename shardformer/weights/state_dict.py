@@ -109,7 +109,7 @@ def _check_values_are_dense_tensors(state_dict: Mapping[str, Any]) -> None:
             kind = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
             raise ConfigError(
                 f"{name} in the state dict must be a dense tensor, but got a {kind}.",
-                remedy="Convert it, for example with tensor.to_dense() or torch.from_numpy().",
+                remedy="Convert the value, for example with tensor.to_dense() or torch.from_numpy().",
             )
 
 
@@ -120,7 +120,7 @@ def _is_full_tensor(tensor_name: str, tensor: Tensor, local_tensor: Tensor, spec
     if tuple(tensor.shape) == spec.shape:
         return True
     raise ConfigError(
-        f"{tensor_name} has shape {tuple(tensor.shape)} in the state dict, but {spec.shape} in this model.",
+        f"The state dict has {tensor_name} with shape {tuple(tensor.shape)}, but the model expects {spec.shape}.",
         remedy="Create the model with the config that the state dict was saved with.",
     )
 

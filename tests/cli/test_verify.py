@@ -211,7 +211,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "0"], "--tensor 0 is not a positive number.\n  Use --tensor 1 or more.\n"),
         (["llama", "--tensor", "7"], "exceeds the 6 attention heads"),
         (["llama", "--tensor", "64", "--head", "LlamaModel"], "exceeds the 6 attention heads"),
-        (["gpt2", "--batch", "4", "--data", "3"], "The batch size 4 is not divisible by data=3"),
+        (["gpt2", "--batch", "4", "--data", "3"], "not divisible by the number of data-parallel ranks (3)"),
         (
             ["gpt2", "--schedule", "gpipe", "--micro-batches", "4"],
             "--micro-batches 4 --schedule gpipe has no effect without --pipe",

@@ -278,7 +278,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
         (3, {"batch_size": 4}, "ordered iterable, but got int"),
         (iter([1]), {"batch_size": 4, "shuffle": True}, "shuffle=True"),
         (iter([1]), {"batch_size": 4, "num_workers": 2}, "num_workers=2"),
-        (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 conflicts"),
+        (loader(batch_size=4), {"batch_size": 8}, "Got batch_size=8, but the DataLoader"),
         (loader(batch_size=4), {"collate_fn": list}, "collate_fn has no effect"),
         (loader(batch_size=4, sampler=DistributedSampler([1, 2], 2, 0)), {}, "DistributedSampler"),  # type: ignore[arg-type]
     ],

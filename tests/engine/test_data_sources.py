@@ -126,9 +126,9 @@ def test_shuffle_false_disables_shuffling_of_a_loader() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True has no effect"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"shuffle": True}, "Got shuffle=True, but the DataLoader does not shuffle"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"num_workers": 2}, "Got num_workers=2, but the DataLoader"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"drop_last": True}, "Got drop_last=True, but the DataLoader"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2, sampler=[]), {}, r"is an empty list"),  # type: ignore[arg-type]
         (list, {"batch_size": 1}, "but got type"),
         ({"a", "b"}, {"batch_size": 1}, "but got set"),

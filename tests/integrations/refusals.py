@@ -221,7 +221,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "a layout that differs from the sharded model's layout, or two layouts",
             "Pass the layout only once",
             {
-                "other layout": ("parallel requests data=2", "context has data=1"),
+                "other layout": ("parallel requests data=2", "the argument context has data=1"),
                 "two layouts": ("differs from", "Pass the layout to only one of them"),
             },
         ),

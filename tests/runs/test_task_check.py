@@ -61,8 +61,8 @@ def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "head", "words"),
     [
-        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel, because it ignores later tokens"),
-        ("bert", "BertLMHeadModel", r"BertLMHeadModel, because it predicts the next token"),
+        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel, because the model ignores later tokens"),
+        ("bert", "BertLMHeadModel", r"BertLMHeadModel, because the model predicts the next token"),
     ],
 )
 def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, t
 def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
-    with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, because it reads the tokens"):
+    with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, because the model reads the tokens"):
         check_attention_fits_task(made, model_of("bert", fields))
 
 

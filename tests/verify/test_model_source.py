@@ -181,14 +181,14 @@ def test_a_model_with_unknown_inputs_raises() -> None:
     vision = ModelSource("my ViT", nn.Identity, "ViTForImageClassification", config=object())
     with pytest.raises(ConfigError, match=r"no config with a vocab_size.*\(model_fn, batch_fn\)"):
         vision.make_batch_fn()
-    with pytest.raises(ConfigError, match=r"sequence=65 exceeds max_position_embeddings=64"):
+    with pytest.raises(ConfigError, match=r"max_position_embeddings=64, but each sample has 65 tokens"):
         find_model_source("gpt2").make_batch_fn(sequence_length=65)
 
 
 def test_a_head_of_another_family_raises() -> None:
     with pytest.raises(ConfigError, match=r"bert has no head class 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
         find_model_source("bert").with_head_class("GPT2Model")
-    with pytest.raises(ConfigError, match="add the head in the function"):
+    with pytest.raises(ConfigError, match="add the head in your function"):
         ModelSource("mine", nn.Identity, "").with_head_class("BertModel")
     with pytest.raises(ConfigError, match="cannot be listed"):
         _ = ModelSource("mine", nn.Identity, "").head_classes

@@ -43,11 +43,11 @@ def without_tensors(step: int) -> dict[str, int]:
     [
         (
             {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch_size=3), "tensor": 1, "data": 2},
-            "The batch size 3 is not divisible by data=2",
+            "The batch size 3 is not divisible by the number of data-parallel ranks .2.",
         ),
         (
             {"batch_fn": RandomBatchFactory("GPT2LMHeadModel", batch_size=4), "tensor": 1, "data": 3},
-            "The batch size 4 is not divisible by data=3",
+            "The batch size 4 is not divisible by the number of data-parallel ranks .3.",
         ),
         ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
         (
@@ -91,7 +91,7 @@ def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, ask
 
 def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.from_sizes({}))
-    with pytest.raises(ConfigError, match="does not support a config with context"):
+    with pytest.raises(ConfigError, match="does not support the fields context"):
         verify(SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), config=config, pool=pool2)
 
 

@@ -183,7 +183,7 @@ def test_an_own_optimizer_with_zero_equals_one_process(pool2: WorkerPool) -> Non
         (
             VerifyTraining(1, gradient_accumulation_steps=2),
             VerifyPipeline(2),
-            "gradient_accumulation_steps=2 is not supported with pipe=2",
+            "pipe=2 does not support gradient_accumulation_steps=2",
         ),
         (VerifyTraining(1, frozen_pattern="h.0.attn"), None, "frozen='h.0.attn'"),
     ],

@@ -117,8 +117,8 @@ class Checkpoint(Hook):
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
-                f"The directory '{self.directory}' already contains checkpoints, but resume=False.",
-                remedy="Pass another directory, or resume=True to continue from them.",
+                f"The directory '{self.directory}' already contains checkpoints, but Checkpoint has resume=False.",
+                remedy="Pass another directory, or pass resume=True to continue from these checkpoints.",
             )
 
     def before_train(self, trainer: TrainerProtocol) -> None:
@@ -162,7 +162,7 @@ class Checkpoint(Hook):
             trainer.synchronize_ranks()
             trainer.engine.load(get_checkpoint_folder(self.directory, self.best_step))
         elif self.best_step is None and trainer.is_first:
-            text = f"No best checkpoint was loaded, because no validation had a number for {self.metric!r}."
+            text = f"No best checkpoint was loaded, because the metric {self.metric!r} never had a numeric value."
             warnings.warn(text, stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
@@ -212,7 +212,7 @@ def _resolve_metric_mode(best: Best | None, metric_name: str, mode: Mode | None)
         check_choice("Checkpoint.mode", mode, get_args(Mode))
     if best is None and (metric_name != DEFAULT_METRIC or mode is not None):
         raise ConfigError(
-            f"Checkpoint(metric={metric_name!r}, mode={mode!r}) has no effect without best='keep' or best='load'.",
+            f"Checkpoint got metric={metric_name!r} and mode={mode!r}, which require best='keep' or best='load'.",
             remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end.",
         )
     if mode is None and metric_name not in LOSSES:

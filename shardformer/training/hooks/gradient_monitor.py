@@ -70,7 +70,7 @@ class GradientMonitor(Hook):
             if norm > self.factor * median:
                 warnings.warn(
                     f"The gradient norm of step {trainer.step} is {norm:.3g}, which is "
-                    f"{norm / max(median, 1e-30):.0f} times its median ({median:.3g}).",
+                    f"{norm / max(median, 1e-30):.0f} times the median of the previous steps ({median:.3g}).",
                     stacklevel=2,
                 )
         self._norms.append(norm)

@@ -119,7 +119,7 @@ class Metrics(Hook):
             except ValueError as error:
                 label, prediction, reason = labels[0], predictions[0], get_first_message_line(error)
                 raise InputError(
-                    f"The metric {name!r} does not support label {label} with prediction {prediction}: {reason}.",
+                    f"The metric {name!r} cannot compare the label {label} with the prediction {prediction}: {reason}.",
                     remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression.",
                 ) from error
             trainer.values[f"validation/{name}"] = value
@@ -198,7 +198,7 @@ def _convert_user_metric_to_fn(
         return compute_metric
     if not callable(function_or_torchmetric):
         raise ConfigError(
-            f"Metrics({metric_name}=...) must be a function or a torchmetrics metric, but got "
+            f"The argument {metric_name} of Metrics must be a function or a torchmetrics metric, but got "
             f"{function_or_torchmetric!r:.60}.",
             remedy=f"Pass a function, as in Metrics({metric_name}=lambda labels, predictions: ...).",
         )
