@@ -186,7 +186,7 @@ class ShardConfig:
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             size = sizes["sequence"]
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not use the sequence axis, which has size {size}.",
+                f"activation_layout={self.activation_layout} shards nothing over the sequence axis of size {size}.",
                 remedy="Remove activation_layout, or use sequence=1.",
             )
         return context

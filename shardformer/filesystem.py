@@ -418,7 +418,7 @@ def check_folder_lock_is_held(folder: Path) -> None:
         return
     owner = _describe_lock_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"The folder {folder} was taken over by {owner} while this process did not respond.",
+        f"While this process did not respond, {owner} took over the folder {folder}.",
         remedy="End one of the two jobs, and resume the other from the newest checkpoint.",
     )
 

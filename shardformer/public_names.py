@@ -133,7 +133,7 @@ def deprecate_renamed_function_arguments(
             is_earlier = old_parameter_order and args and not _looks_like_model(args[0])
             if is_earlier and ("model" in kwargs or any(map(_looks_like_model, args[1:2]))):
                 warnings.warn(
-                    f"{fn.__name__} now takes the model as its first argument.",
+                    f"{fn.__name__} now takes the model as its first argument. Pass the model first.",
                     DeprecationWarning,
                     stacklevel=2,
                 )

@@ -384,7 +384,7 @@ def resolve_policy_and_origin(
         if not _is_policy_or_policy_class(policy):
             raise PolicyError(
                 f"policy must be an instance or subclass of shardformer.policies.Policy, but got {policy!r:.80}.",
-                remedy="Pass a ShardConfig as config=..."
+                remedy="Pass the ShardConfig in the argument config"
                 if isinstance(policy, ShardConfig)
                 else "Derive your class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
             )

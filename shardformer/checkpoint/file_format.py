@@ -182,7 +182,7 @@ class CheckpointIndex:
             raise InputError(
                 f"The checkpoint {folder} has format {version}, but this version of shardformer reads only format "
                 f"{FORMAT}.",
-                remedy="Load it with the version of shardformer that saved it.",
+                remedy="Load the checkpoint with the version of shardformer that saved it.",
             )
         tensors = {
             name: TensorIndexEntry(dtype, tuple(shape), [decode_saved_chunk(box) for box in boxes])
@@ -329,7 +329,7 @@ def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
         supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
             f"The tensor {tensor_name} has dtype {dtype}, which checkpoints do not support.",
-            remedy=f"Before you save, convert it to one of these dtypes: {supported_dtypes}.",
+            remedy=f"Before you save, convert the tensor to one of these dtypes: {supported_dtypes}.",
         )
 
 

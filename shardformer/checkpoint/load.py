@@ -121,7 +121,7 @@ class _SafetensorsFile:
         )
         if found != expected or low < 0:
             raise ValueError(
-                f"{chunk_key} has dtype, shape and size in bytes {found}, but the checkpoint index lists {expected}."
+                f"The dtype, shape and bytes of {chunk_key} are {found}, but the checkpoint index lists {expected}."
             )
         offset = self._data_offset + int(low)
         part_start = tuple(a - o for a, o in zip(part_start, saved_chunk.start, strict=True))
@@ -201,8 +201,8 @@ def read_checkpoint_tensors(
                     count += prod(bounds[1])
                 if count != (expected := chunk.values.numel()):
                     raise make_corruption_error(
-                        f"The checkpoint {checkpoint_folder} contains {count} of the {expected} elements of the "
-                        f"requested chunk of {item.name}."
+                        f"The checkpoint {checkpoint_folder} contains {count} of the {expected} elements of "
+                        f"{item.name} that this rank needs."
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
                     for number, bounds in file_format.find_overlapping_chunks(checkpoint_index.tensors[item.name], box):
@@ -223,7 +223,7 @@ def read_checkpoint_tensors(
         file = checkpoint_folder / file_format.get_rank_file_name(box.file_index)
         chunk = f"the chunk of {name} at {list(box.start)} in {file}"
         if count != (expected := prod(box.size)):
-            raise make_corruption_error(f"Read {count} elements of {chunk}, but expected {expected}.")
+            raise make_corruption_error(f"The index lists {expected} elements for {chunk}, but the ranks read {count}.")
         if total % BITS != box.checksum:
             raise make_corruption_error(f"The checksum of {chunk} does not match its contents.")
     return reader.num_bytes
@@ -388,8 +388,8 @@ class LoadPlan:
         if passed and saved != passed:
             passed_names, saved_names = ", ".join(passed), ", ".join(saved) or "no scheduler"
             raise ConfigError(
-                f"scheduler= is {passed_names}, but {self._where} was saved with {saved_names}.",
-                remedy="Pass the same schedulers that you passed to save_checkpoint, or omit scheduler=.",
+                f"Got {passed_names} as the scheduler, but {self._where} was saved with {saved_names}.",
+                remedy="Pass the same schedulers that you passed to save_checkpoint, or omit the argument scheduler.",
             )
 
     def _add_rng_states(self) -> None:

@@ -122,7 +122,7 @@ def _collect_states_and_param_groups(
         found = collect_optimizer_states(optimizer, model_tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"Cannot use one state dict for {len(found)} optimizers: {', '.join(each.kind for each in found)}.",
+                f"Got {len(found)} optimizers ({', '.join(each.kind for each in found)}), but a state dict stores one.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):

@@ -443,7 +443,7 @@ def _start_send_or_recv(
 def _make_missing_tensor_error(missing_tensor: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {missing_tensor}, but no rank stores it.",
-        remedy=f"{hint}Pass it in have= on at least one rank.",
+        remedy=f"{hint}Pass this tensor in the argument have on at least one rank.",
     )
 
 

@@ -177,7 +177,7 @@ def _merge_rank_chunk_lists(rank_data: RankSnapshot, temporary_folder: Path) -> 
         if (covered := sum(prod(box.size) for box in entry.chunks)) != prod(entry.shape):
             expected = prod(entry.shape)
             raise InputError(
-                f"The ranks saved {covered} elements of {name}, but it has {expected} elements.",
+                f"All ranks together saved {covered} elements of {name}, but this tensor has {expected} elements.",
                 remedy="Call save_checkpoint with the full model and its optimizer on all ranks that train the model.",
             )
 

@@ -221,7 +221,7 @@ def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_regi
         raise ConfigError(
             f"{entry_name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a "
             "buffer.",
-            remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module.",
+            remedy="Register this value as a buffer, or implement get_extra_state and set_extra_state in its module.",
         )
     if is_dtensor(value):
         raise ConfigError(
@@ -231,7 +231,7 @@ def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_regi
     if value.is_meta:
         raise ConfigError(
             f"{entry_name} is on the meta device and has no values.",
-            remedy="Call shard_model or shardformer.meta_init.materialize(model) first.",
+            remedy="Call shard_model or shardformer.meta_init.materialize(model) before you save.",
         )
 
 
@@ -318,7 +318,7 @@ class OptimizerStates:
         param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
             f"{self.kind} stores {state_key!r} of shape {state_shape} for the parameter {optimizer_tensor.name}, but "
-            f"the local shard of the parameter has shape {param_shape}.",
+            f"this rank stores a shard of shape {param_shape} of the parameter.",
             remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
 
@@ -359,7 +359,7 @@ class OptimizerStates:
                         saved_group = "no group"
                         hint = f" {suggest_similar_names(slot.name, saved_state['groups'][i]['names'])}"
                     raise ConfigError(
-                        f"{slot.name} is in parameter group {i} of {self.kind}, but was saved in {saved_group}.",
+                        f"{slot.name} is in parameter group {i} of {self.kind}, but was in {saved_group} when saved.",
                         remedy=f"Create the optimizer with the parameter groups of the saved run.{hint}",
                     )
 

@@ -512,7 +512,7 @@ def _check_ranks_have_same_gradients(optimizer: Optimizer, reducers: Sequence[Gr
             if len(set(values)) > 1:
                 problem = "only some ranks have a gradient" if None in values else "ranks have different gradients"
                 raise ConfigError(
-                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {problem}.",
+                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}, because {problem}.",
                     remedy="Call loss.backward() instead of torch.autograd.grad, or assign the same gradient to p.grad "
                     "on all ranks.",
                 )

@@ -327,8 +327,8 @@ class MicroBatchLossScaler:
             )
         if (count := len(forward.parts)) != (expected := len(self._losses)):
             raise make_unsupported_loss_error(
-                f"The model called a different number of loss functions for micro-batch {micro_batch_index} "
-                f"({count}) than for micro-batch {self._first} ({expected}).",
+                f"The model called {count} loss functions for micro-batch {micro_batch_index}, but {expected} for "
+                f"micro-batch {self._first}.",
                 "Call the same functions for all samples, or pass loss_weight.",
             )
         self._check_loss_is_linear_combination(micro_batch_index, loss, forward)
@@ -626,8 +626,8 @@ class MicroBatchLossScaler:
                 factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise make_unsupported_loss_error(
-                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m}, not by "
-                        "those of the whole batch.",
+                        f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m} instead "
+                        "of all labels of the batch.",
                         "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 

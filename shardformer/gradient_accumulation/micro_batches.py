@@ -120,7 +120,7 @@ def _find_per_patch_input_names(
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
         return []  # one row per sample
     if names and num_patches in (num_samples, 1):
-        why = f"{grid_name} describes {num_patches} rows in total, so that a row can be a sample or a patch."
+        why = f"{grid_name} describes {num_patches} rows in total, so a row could be a sample or a patch."
         raise _make_ambiguous_rows_error(batch, names[-1], num_samples, why)
     return names
 
@@ -154,9 +154,9 @@ def _find_sample_image_ends(
         return list(range(num_samples + 1))  # the batch contains only images
     if matches and all(ends == matches[0] for ends in matches):
         return matches[0]
-    why = "Several tokens could be the placeholders of its images."
+    why = "Several tokens could be the placeholders of the images."
     if not matches:
-        why = "The placeholder tokens do not match its images." if known or candidates else "The batch has no tokens."
+        why = "The placeholder tokens do not match the images." if known or candidates else "The batch has no tokens."
     raise _make_ambiguous_rows_error(batch, grid_name, num_samples, why)
 
 
@@ -263,7 +263,7 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
     """Raise ConfigError unless exactly one of the arguments is a positive int and the other is None."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
-            f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set.",
+            f"Got micro_batches={micro_batches} and micro_batch_size={micro_batch_size}, but exactly one must be set.",
             remedy="Pass either micro_batches or micro_batch_size.",
         )
     if micro_batches is None:

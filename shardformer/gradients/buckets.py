@@ -569,8 +569,8 @@ def assign_gradient_owners(
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
             raise ConfigError(
-                f"The optimizer needs full matrices, but {gradient.entry.name} is sharded over tensor ranks and shared "
-                "by several pipeline stages.",
+                f"The optimizer needs the full matrix of {gradient.entry.name}, but tensor parallelism shards this "
+                "weight and several pipeline stages share it.",
                 remedy="Use an element-wise optimizer such as AdamW for this parameter.",
             )
         names = axes_of_sharded.get(id(gradient))

@@ -215,8 +215,8 @@ def _wrap_get_total_norm(original_fn: Callable[..., Tensor]) -> Callable[..., Te
 def _check_norm_is_finite(total_norm: Tensor) -> None:
     if not bool(torch.isfinite(total_norm)):
         raise RuntimeError(
-            f"The norm of the gradients is {total_norm.item()}, so they cannot be clipped. To disable this error, set "
-            "error_if_nonfinite=False."
+            f"The norm of the gradients is {total_norm.item()}, so the gradients cannot be clipped. To disable this "
+            "error, set error_if_nonfinite=False."
         )
 
 

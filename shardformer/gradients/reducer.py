@@ -136,7 +136,7 @@ class GradientReducer(PausableGradientReducer):
             name = unknown[0].entry.name
             raise ConfigError(
                 f"The parameter {name} was unfrozen after shard_optimizer was called.",
-                remedy="Unfreeze it before you create the optimizer and call shard_optimizer.",
+                remedy="Unfreeze parameters before you create the optimizer and call shard_optimizer.",
             )
         self.remove_grad_hooks()
         self._hooked = {id(g.param): self._register_grad_hooks(g) for g in trainable}

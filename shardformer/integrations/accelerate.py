@@ -194,8 +194,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise _make_unsupported_backend_error(setting)
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
-                "dispatch_batches=True is not supported, because ranks that share a model need the same part of each "
-                "batch.",
+                "dispatch_batches=True is not supported, because rank 0 would send different samples to ranks that "
+                "must process the same batch.",
                 remedy="Set dispatch_batches=False, so that every rank loads its own data.",
             )
         self.context, self.config, self.policy = context, parallel_config, policy
@@ -268,8 +268,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             zero = next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
             if zero is not None and len(optimizers) > 1:
                 raise ConfigError(
-                    f"{' and '.join(type(each).__name__ for each in optimizers)} must be one optimizer in an "
-                    "accelerate loop, because one of them needs full matrices and the model is sharded.",
+                    f"Got {' and '.join(type(each).__name__ for each in optimizers)}, but an accelerate loop supports "
+                    "only one optimizer for a sharded model if one of them needs full matrices.",
                     remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
                 )
             return zero

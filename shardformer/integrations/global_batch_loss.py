@@ -98,8 +98,8 @@ class GlobalBatchLossAverager:
             self._has_warned_of_samples = True
             warnings.warn(
                 f"The loss compares the {size} samples of each data-parallel rank with each other, but not with the "
-                "rest of the global batch. Gather the embeddings of all ranks in your compute_loss: "
-                "shardformer.pipeline.gather_over_data(embeddings, trainer.context)",
+                "rest of the global batch. In compute_loss, gather the embeddings of all ranks with "
+                "shardformer.pipeline.gather_over_data(embeddings, trainer.context).",
                 stacklevel=2,
             )
 

@@ -104,7 +104,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 supported = ", ".join(known)
                 raise ConfigError(
                     f"ShardFormerStrategy received the unknown argument {name}.",
-                    remedy=f"Remove it. The supported arguments are parallel, policy, {supported}.",
+                    remedy=f"Remove this argument. The supported arguments are parallel, policy, {supported}.",
                 )
         super().__init__(**kwargs)
         self.context: ParallelContext | None = None
@@ -209,15 +209,15 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             ),
             f"the plugin {io_plugin.__name__}": (
                 io_plugin is not plugins.TorchCheckpointIO,
-                "Checkpoints are written in ShardFormer's format",
+                "The strategy writes checkpoints in ShardFormer's format",
             ),
             "automatic_optimization=False": (
                 not self.lightning_module.automatic_optimization,
-                "The loss that training_step returns is weighted by its labels, and one optimizer is sharded",
+                "The strategy weights the loss of training_step by its number of labels, and shards one optimizer",
             ),
             f"the callback {', '.join(averaging)}": (
                 bool(averaging),
-                "It averages copies of the module, which checkpoints would not contain",
+                "This callback averages copies of the module, but checkpoints would not contain these copies",
             ),
         }
         for setting, (is_used, rule) in problems.items():

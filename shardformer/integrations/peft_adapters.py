@@ -367,7 +367,7 @@ def _get_adapter_parameters(
     unknown = next((name for name, _, _ in found if name not in known and not name.startswith(FULL_DELTA)), None)
     why = None
     if isinstance(base_layer, GridParallelModule):
-        why = "tensor_parallel_mode other than '1d' shards both dims of a weight"
+        why = "tensor_parallel_mode other than '1d' shards both dimensions of a weight"
     elif not isinstance(base_layer, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)):
         why = f"the layer is a {type(base_layer).__name__}"
     elif hasattr(tuner_layer, "parameter_name"):
@@ -392,7 +392,7 @@ def _get_adapter_parameters(
     if why is None:
         return found
     raise ConfigError(
-        f"The {kind} on {module_path} cannot be sharded: {why}.",
+        f"The {kind} on {module_path} cannot be sharded, because {why}.",
         remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO "
         "instead of the tensor axis.",
     )

@@ -63,9 +63,8 @@ def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapte
     saved = getattr(peft_config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(peft_config).__name__} reads weights or copies modules, so it cannot be added to a model "
-            "that is "
-            f"sharded with pipe={state.context.pipe.size}.",
+            f"{type(peft_config).__name__} reads weights or copies modules, but with pipe={state.context.pipe.size}, "
+            "each rank has only some modules of the model.",
             remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:
@@ -413,7 +412,7 @@ def _unmerge_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
 def _add_weighted_adapter(peft_model: PeftModel, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "add_weighted_adapter is not supported on a sharded model.",
-        remedy="Call it before shard_model, or call it in one process and load the new adapter.",
+        remedy="Call this method before shard_model, or call it in one process and load the new adapter.",
     )
 
 
@@ -423,7 +422,7 @@ def _get_nb_trainable_parameters(peft_model: PeftModel) -> tuple[int, int]:
     if state.context.pipe.size > 1:
         raise ConfigError(
             f"get_nb_trainable_parameters is not supported with pipe={state.context.pipe.size}.",
-            remedy="Call it on the plain model before you shard it.",
+            remedy="Call get_nb_trainable_parameters before you shard the model.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
     counts.append((get_quantized_weights_numel(peft_model), False))

@@ -172,7 +172,7 @@ class ShardingAccelerator(Accelerator):
 
 
 UNSUPPORTED = {
-    "use_vllm": "The engine would need the full weights after each step. Generate with the sharded model instead",
+    "use_vllm": "vLLM would need the full weights after each step. Generate with the sharded model instead",
     "use_transformers_continuous_batching": "Its scheduler runs independently on each rank",
     "use_transformers_paged": "Its scheduler runs independently on each rank",
     "activation_offloading": "Use ParallelConfig(activation_offload=...) instead",
@@ -275,8 +275,8 @@ def _get_weight_unless_read_by_trainer(param_name: str, trainer_modules: set[str
     )
     if is_trainer or reader.startswith("trl."):
         raise ConfigError(
-            f"{reader}.{frame.f_code.co_name} reads the {param_name} of the head, but each rank has only a slice of "
-            "it.",
+            f"{reader}.{frame.f_code.co_name} reads the {param_name} of the LM head, but each rank has only a "
+            "slice of it.",
             remedy="Use the logits of the model, or a layout without the tensor axis.",
         )
     return layer._parameters[param_name]

@@ -103,7 +103,7 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
         side = isqrt(grid_size // depth) if depth else 0
         if side * side * depth != grid_size:
             raise ConfigError(
-                f"tensor={grid_size} and depth={depth} do not match tensor_parallel_mode='2.5d'.",
+                f"tensor_parallel_mode='2.5d' cannot arrange tensor={grid_size} ranks in depth={depth} equal squares.",
                 remedy=f"Use a tensor size that is {depth} times a square number, such as {4 * depth}.",
             )
         return side, side, depth
@@ -112,15 +112,15 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
         if side * side != grid_size:
             shape = _factor_into_near_square(grid_size)
             raise ConfigError(
-                f"tensor_parallel_mode='2d' requires a perfect square, but got tensor={grid_size}.",
-                remedy=f"Pass rows and columns, such as tensor={shape}.",
+                f"tensor_parallel_mode='2d' requires a perfect square as the tensor size, but got tensor={grid_size}.",
+                remedy=f"Pass the numbers of rows and columns, such as tensor={shape}.",
             )
         return side, side, 1
     if mode == "3d":
         side = round(grid_size ** (1 / 3))
         if side**3 != grid_size:
             raise ConfigError(
-                f"tensor_parallel_mode='3d' requires a perfect cube, but got tensor={grid_size}.",
+                f"tensor_parallel_mode='3d' requires a perfect cube as the tensor size, but got tensor={grid_size}.",
                 remedy="Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2).",
             )
         return side, side, side
@@ -128,7 +128,7 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
     if not sides:
         raise ConfigError(
             f"tensor_parallel_mode='2.5d' cannot arrange tensor={grid_size} ranks in equal squares.",
-            remedy="Pass three sizes, such as tensor=(2, 2, 2).",
+            remedy="Pass the numbers of rows, columns and layers, such as tensor=(2, 2, 2).",
         )
     return sides[0], sides[0], grid_size // sides[0] ** 2
 

@@ -83,7 +83,7 @@ def check_checksums_match_across_ranks(checksums: Sequence[int], axis: Axis, ten
         usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
         others = ", ".join(str(rank) for rank, checksum in enumerate(checksums) if checksum != usual)
         raise InputError(
-            f"{tensor_name} must be identical on all {axis.size} {axis.name} ranks, but differs on rank {others}.",
+            f"{tensor_name} must be identical on all {axis.size} {axis.name} ranks, but these ranks differ: {others}.",
             remedy='Use the same batch and random seed on all tensor ranks, or offload activations with to="host".',
         )
 
@@ -526,7 +526,7 @@ def _find_layers_with_replicated_inputs(model: nn.Module, offload_target: str) -
     if not layers:
         reason = f"its hidden states are sharded ({sharded_layout})" if sharded_layout else "its layers are unknown"
         raise ConfigError(
-            f"to={offload_target!r} is not supported for this {type(model).__name__}, because {reason}.",
+            f"Cannot offload activations of this {type(model).__name__} with to={offload_target!r}, because {reason}.",
             remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism.',
         )
     return layers

@@ -103,23 +103,23 @@ def _group_requires_full_matrices(
         if matrix_shapes is LARGE_SHAPES:
             return False
         raise ConfigError(
-            f"{name} cannot be sharded: a test on small matrices raised {type(error).__name__}: {error!s:.120}.",
+            f"{name} cannot be sharded, because a test on tiny matrices raised {type(error).__name__}: {error!s:.120}.",
             remedy=f"{REMEDY}. If your optimizer is correct, set its attribute needs_full_matrices to True or False.",
         ) from error
     if all(torch.equal(values, torch.cat([each[0].flatten() for each in inputs])) for values in together):
         raise ConfigError(
-            f"{name} cannot be sharded, because a copy with other parameters in param_groups does not update them.",
+            f"{name} cannot be sharded, because its step() does not update the parameters in its param_groups.",
             remedy="Let step() update the parameters in self.param_groups, and keep no other references to parameters.",
         )
     if (difference := _compute_max_difference(together, again)) >= BOUND:
         raise ConfigError(
-            f"{name} cannot be sharded, because its updates are random (two runs differ by {difference:.1e}).",
+            f"{name} cannot be sharded, because its updates are random: two equal runs differ by {difference:.1e}.",
             remedy=f"{REMEDY}.",
         )
     if (difference := _compute_max_difference(together, [torch.cat(v) for v in zip(*alone, strict=False)])) >= BOUND:
         raise ConfigError(
-            f"{name} cannot be sharded, because its update of one parameter depends on other parameters (difference: "
-            f"{difference:.1e}).",
+            f"{name} cannot be sharded, because its update of one parameter depends on other parameters. Without "
+            f"these, the update differs by {difference:.1e}.",
             remedy=f"{REMEDY}. To clip gradients by their global norm, pass max_grad_norm.",
         )
     try:

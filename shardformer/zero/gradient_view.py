@@ -132,7 +132,7 @@ class ShardedGradient(Tensor):
             return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local_grad.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
-        raise _make_unsupported_function_error(first, f"{name} cannot be applied to a sharded gradient.")
+        raise _make_unsupported_function_error(first, f"Cannot apply {name} to a gradient that ZeRO shards.")
 
 
 def _is_elementwise_op(op_packet: Any) -> bool:

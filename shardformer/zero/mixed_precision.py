@@ -97,7 +97,7 @@ class MixedPrecision:
         if self.master_weights not in supported:
             choices = " or ".join(map(repr, supported))
             raise ConfigError(
-                f"master_weights must be {choices} with {self.parameters}, but got {self.master_weights!r}.",
+                f"With {self.parameters} weights, master_weights must be {choices}, but got {self.master_weights!r}.",
                 remedy="Omit master_weights to use fp32 master weights.",
             )
 

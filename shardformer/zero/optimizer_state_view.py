@@ -236,14 +236,14 @@ def _check_and_shard_state_dict(
         problem = f"it is not an optimizer state ({type(error).__name__}: {error})"
     found = all_gather_over_mesh((problem, own, sums), metadata.context)
     if problem is None:
-        problem = next((f"rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
+        problem = next((f"on rank {rank}, {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
         any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
     ):
         problem = "ranks with different shards of the parameters loaded the same state"
     if problem is not None:
         raise ConfigError(
-            f"{kind}.load_state_dict cannot load this state: {problem}.",
+            f"{kind}.load_state_dict cannot load this state, because {problem}.",
             remedy="Load the state that the same rank saved, or use save_checkpoint, which supports any layout.",
         )
     return state_dict

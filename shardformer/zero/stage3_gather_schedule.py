@@ -322,8 +322,8 @@ class ParamGatherScheduler:
             return
         if leaves and not gather_order.is_open:
             raise InputError(
-                f"ZeRO stage 3 requires the same order in every step, but {self.units[group_index].name} ran in a "
-                "different order than in the first step.",
+                "ZeRO stage 3 requires layers to run in the same order in every step, but in this step, "
+                f"{self.units[group_index].name} ran in a different order than in the first.",
                 remedy="Run the layers in the same order in every step, or use stage=2.",
             )
         while self._position < (len(gather_order.group_order) - 1 if leaves else end):

@@ -403,8 +403,8 @@ class ParamGroupGradReducer(PausableGradientReducer):
             grad_slot.param.grad = grad_slot.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"ZeRO stage 3 requires gradients in the same order in every step, but that of {grad_slot.entry.name} "
-                "was computed later than in the first.",
+                "ZeRO stage 3 requires gradients in the same order in every step, but the gradient of "
+                f"{grad_slot.entry.name} was computed later than in the first step.",
                 remedy="Use stage=2, or use the layers in the same order in every step.",
             )
         self._arrived(unit)
@@ -479,7 +479,7 @@ class ParamGroupGradReducer(PausableGradientReducer):
         if name := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
                 f"The parameter {name} was unfrozen after shard_optimizer was called.",
-                remedy="Set its requires_grad=True before you create the optimizer and call shard_optimizer.",
+                remedy="Set requires_grad=True before you create the optimizer and call shard_optimizer.",
             )
 
 

@@ -63,7 +63,7 @@ def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards
         if id(entry.param) not in here:
             raise ConfigError(
                 f"The parameter {entry.name} was replaced by another parameter after shard_optimizer was called.",
-                remedy="Replace it before you call shard_optimizer.",
+                remedy="Replace the parameter before you call shard_optimizer.",
             )
         if entry.param.grad is not None:
             raise make_unsupported_assigned_grad_error(entry.name)
@@ -165,7 +165,7 @@ class ZeroOptimizer(Optimizer):
         if isinstance(self._host, FileOffloadManager) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
-                remedy="Use it inside `with optimizer.readable_state():` on all ranks.",
+                remedy="Read optimizer.state inside `with optimizer.readable_state():` on all ranks.",
             )
         return self._state
 
@@ -423,8 +423,8 @@ class ZeroOptimizer(Optimizer):
     def _check_loss_is_scaled(self, grad_slot: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                "loss.backward() did not scale the loss, but fp16 requires it (first parameter: "
-                f"{grad_slot.entry.name}).",
+                "Training in fp16 requires a scaled loss, but loss.backward() computed the gradient of "
+                f"{grad_slot.entry.name} from an unscaled loss.",
                 remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
@@ -616,8 +616,8 @@ class ZeroOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             "An optimizer from shard_optimizer cannot be copied or pickled.",
-            remedy="Save optimizer.state_dict(), or use save_checkpoint. To copy it, copy the model and call "
-            "shard_optimizer for the copy.",
+            remedy="Save optimizer.state_dict(), or use save_checkpoint. To copy the optimizer, copy the model and "
+            "call shard_optimizer for the copy.",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def test_number_of_schedulers_must_match(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"scheduler= is StepLR, StepLR, but .* was saved with StepLR"):
+    with pytest.raises(ConfigError, match=r"Got StepLR, StepLR as the scheduler, but .* was saved with StepLR"):
         load_checkpoint(model, folder, optimizer, scheduler=schedulers)
 
 
@@ -149,7 +149,9 @@ def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: in
     hidden.mkdir()
     snapshot = RankSnapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
-    with pytest.raises(InputError, match=f"^The ranks saved {count} elements of weights/x, but it has 12 elements"):
+    with pytest.raises(
+        InputError, match=f"^All ranks together saved {count} elements of weights/x, but this tensor has 12 elements"
+    ):
         write_rank_checkpoint(snapshot, hidden, tmp_path, CheckpointRetention(), sync_to_disk=False)
     assert directory.list_checkpoints_with_save_times(tmp_path) == []
 

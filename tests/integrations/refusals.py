@@ -259,7 +259,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "`dispatch_batches=True`",
             "accelerate sends a different part of each batch to every process, but the ranks of a sharded model need "
             "the same part",
-            {"dispatch_batches": ("dispatch_batches=True", "same part")},
+            {"dispatch_batches": ("dispatch_batches=True", "same batch")},
         ),
         Refusal(
             "`pipe`",

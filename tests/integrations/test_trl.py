@@ -124,8 +124,8 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
         "packing a sharded model": ("padding_free=True", "Pass the plain model"),
         "mixin of Trainer": ("ShardedTRLTrainer",),
-        "head": ("trl_uses.compute_loss reads the weight of the head", "only a slice of it"),
-        "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the head"),
+        "head": ("trl_uses.compute_loss reads the weight of the LM head", "only a slice of it"),
+        "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the LM head"),
         "plain": ("sharded over", "shardformer.integrations.transformers.Trainer"),
         "plain evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
     }

@@ -102,11 +102,11 @@ def test_rounded_training_resumes_exactly(masters: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "offload", "said"),
     [
-        (lambda: MixedPrecision("bf16", master_weights="none"), None, "with bf16, but got 'none'"),
+        (lambda: MixedPrecision("bf16", master_weights="none"), None, "but got 'none'"),
         (
             lambda: MixedPrecision("fp16", master_weights="kahan"),
             None,
-            "master_weights must be 'fp32' with fp16, but got 'kahan'",
+            "With fp16 weights, master_weights must be 'fp32', but got 'kahan'",
         ),
         (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "does not support offload='cpu'"),
     ],

@@ -416,7 +416,7 @@ def sharing(model: Any) -> nn.Module:
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
             {},
-            "LBFGS cannot be sharded: a test on small matrices raised",
+            "LBFGS cannot be sharded, because a test on tiny matrices raised",
         ),
     ],
 )

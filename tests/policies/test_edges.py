@@ -523,7 +523,7 @@ def test_invalid_model_is_refused() -> None:
 
 
 def test_invalid_policy_is_refused() -> None:
-    refused(PolicyError, ToyLM, "as config=...", policy=ShardConfig())
+    refused(PolicyError, ToyLM, "in the argument config", policy=ShardConfig())
     with pytest.raises(
         PolicyError, match=r"sets 'embedings', which is not a field of a policy.*Rename 'embedings' to 'embeddings'"
     ):
