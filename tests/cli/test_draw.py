@@ -107,7 +107,7 @@ def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.Cap
         ),
         (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
         (("--durations", "F=1e-308"), "of similar size"),
-        (("--send", "1e9"), "exceeds 32768 columns"),
+        (("--send", "1e9"), "exceeds the maximum of 32768 columns"),
     ],
 )
 def test_invalid_options_raise_before_drawing(

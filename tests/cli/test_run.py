@@ -401,7 +401,10 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
             ["--rdzv_backend", "c10d", "--master_addr", "x", "a.py"],
             "--master-addr x has no effect with --rdzv-backend c10d",
         ),
-        (["--monitor-interval", "inf", "a.py"], "--monitor-interval inf"),
+        (
+            ["--monitor-interval", "inf", "a.py"],
+            "--monitor-interval must be a number of seconds up to 86400, but got inf",
+        ),
         (["--shutdown-timeout", "99999999999999", "a.py"], "--shutdown-timeout"),
         (["--signals-to-handle", "SIGKILL", "a.py"], "'SIGKILL'"),
         (["--local-addr", "nowhere.invalid", "a.py"], "'nowhere.invalid'"),

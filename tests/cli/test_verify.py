@@ -252,7 +252,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--pipe", "2", "--micro-batches", "1000000"], "exceeds the maximum of 1,048,576"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
-            "at most 256 layers",
+            "to 256 layers",
         ),
         (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),

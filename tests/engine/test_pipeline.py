@@ -501,7 +501,7 @@ EXPECTED = {
     "a cut that skips a layer": ("ConfigError", "assigns 3 layers, but the model has 4"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
     "another way to cut": ("ConfigError", "partition='balancd'", "'balanced'"),
-    "costs of other layers": ("ConfigError", "costs has 2 entries", "has 4 layers"),
+    "costs of other layers": ("ConfigError", "costs contains 2 costs", "has 4 layers"),
     "costs that decide nothing": ("ConfigError", "partition='uniform'"),
     "an unknown schedule": ("ConfigError", "schedule='1f1f'", "'1f1b'"),
     "chunks of 1f1b": ("ConfigError", "num_model_chunks=1, but got 2", "interleaved"),

@@ -147,7 +147,7 @@ def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             method, model_specific_attention.gptj_attention, "attention_dropout"
         )
         monkeypatch.setitem(model_specific_attention.OVERRIDES, "BloomAttention", other)
-        with pytest.raises(ConfigError, match=rf"BloomAttention\.{method} takes {takes}"):
+        with pytest.raises(ConfigError, match=rf"BloomAttention\.{method} has the arguments {takes}"):
             use_flash_attention(build("bloom", {}), CPU)
 
 

@@ -214,7 +214,7 @@ def test_default_is_tensor_parallel_over_all_processes(pool2: WorkerPool) -> Non
         ({"parallel": {"tensr": 2}}, r"parallel axis='tensr'.*'tensor'"),
         ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, r"mode='2d'.*rows and columns"),
         ({"parallel": {"tensor": {"size": 2, "mode": "2c"}}}, r"mode='2c'.*'2d'"),
-        ({"parallel": {"tensor": {"size": 6, "mode": "2.5d", "depth": 2}}}, r"6 and depth=2"),
+        ({"parallel": {"tensor": {"size": 6, "mode": "2.5d", "depth": 2}}}, r"tensor=6 ranks in depth=2"),
         ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
         ({"parallel": {"tensor": "2"}}, r"tensor='2'"),
         ({"parallel": {"tensor": True}}, r"tensor=True"),

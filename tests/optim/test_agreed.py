@@ -104,8 +104,8 @@ def in_a_hook(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 OWN = {
-    "autograd": (of_autograd, "cannot update 0.weight: ranks have different gradients"),
-    "one rank": (on_one_rank, "cannot update 0.weight: only some ranks have a gradient"),
+    "autograd": (of_autograd, "cannot update 0.weight, because ranks have different gradients"),
+    "one rank": (on_one_rank, "cannot update 0.weight, because only some ranks have a gradient"),
     "hook": (in_a_hook, "was called during a backward pass"),
 }
 

@@ -301,7 +301,8 @@ def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> Non
         return [*said, str(caught.value)]
 
     first, second = run_as_threads(over, data=2)
-    assert all("sharded gradient" in said and "'0.weight'" in said for said in first[:3])
+    assert all(re.search("sharded gradient|gradient that ZeRO shards", said) for said in first[:3])
+    assert all("'0.weight'" in said for said in first[:3])
     assert "another rank raised an error" in first[3] and ".grad of parameter 0.weight" in second[3]
 
 

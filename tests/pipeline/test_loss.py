@@ -394,7 +394,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        r"for micro-batch .* \(1\) than for micro-batch 0 \(2\)",
+        r"The model called 1 loss functions for micro-batch .*, but 2 for micro-batch 0",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),

@@ -105,11 +105,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         lambda m: {**plain().state_dict(), "model.norm.weight": torch.ones(5)},
         {},
-        "model.norm.weight has shape (5,)",
+        "model.norm.weight with shape (5,)",
     ),
     (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "but only a shard of lm_head.weight"),
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
-    (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has shape (5,)"),
+    (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight with shape (5,)"),
     (
         lambda m: {**ones(), "lm_head.weight": None},
         {},

@@ -164,7 +164,7 @@ def test_rule_for_the_full_model_is_refused() -> None:
 
 
 def test_target_without_from_native_module_is_refused() -> None:
-    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "class Linear of 'layers.0.attn.q'")
+    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "replaces 'layers.0.attn.q' with Linear")
 
 
 def test_policy_that_returns_no_descriptions_is_refused() -> None:

@@ -156,5 +156,5 @@ def test_a_folder_of_a_multimodal_model_gets_the_same_batches(model_fn: Any, inp
     batch = source.make_batch_fn(3)(0)
     assert inputs <= batch.keys() and len(batch["input_ids"]) == 3
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
-    with pytest.raises(ConfigError, match="sequence=9"):
+    with pytest.raises(ConfigError, match="--tokens 9 has no effect"):
         source.make_batch_fn(3, 9)
