@@ -454,7 +454,7 @@ def with_nested_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _check_saves_only_torch_state(optimizer: Optimizer) -> None:
-    """Raise ConfigError if a class adds entries to the state dict of torch, which a checkpoint would not contain."""
+    """Raise ConfigError if the optimizer adds entries to torch's state dict, which a checkpoint would not contain."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return
     if added := sorted(optimizer.state_dict().keys() - {"state", "param_groups", COORDINATES_KEY}):
@@ -466,7 +466,7 @@ def _check_saves_only_torch_state(optimizer: Optimizer) -> None:
 
 
 def _find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that a wrapper such as Lookahead updates with, and that have a state of their own."""
+    """Return the optimizers in the attributes of another one, such as Lookahead, that have a state of their own."""
     found, seen, pending = [], {id(optimizer), id(optimizer.state)}, list(vars(optimizer).values())
     while pending:
         value = pending.pop(0)

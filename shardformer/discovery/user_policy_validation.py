@@ -374,11 +374,11 @@ class _PolicyValidator:
         )
 
     def _find_sequence_parallel_error(self) -> PolicyError | None:
-        """Return an error if the policy is correct, but not with the sequence parallelism of its config."""
+        """Return an error if the config enables sequence parallelism, and the policy is correct only without it."""
+        if not self._policy.shard_config.enable_sequence_parallelism or self._draws_random_numbers:
+            return None
         known_inputs = dict(iter_inputs_for_known_arguments(self._reduced.model))
-        has_guessed_shapes = len(self._reduced.batch.keys() - known_inputs) > 1  # one may have no tokens
-        is_enabled = self._policy.shard_config.enable_sequence_parallelism
-        if not is_enabled or self._draws_random_numbers or has_guessed_shapes:
+        if len(self._reduced.batch.keys() - known_inputs) > 1:  # of several guessed inputs, one may have no tokens
             return None
         self._enable_sequence_parallelism = True
         if (fault := self._find_training_failure(self._policy)) is None:

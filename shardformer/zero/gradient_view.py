@@ -99,7 +99,7 @@ class ShardedGradient(Tensor):
             self.grad_storage.record_grad_edit(self.param_index, str(func))
 
     def slice_operand_like_local_grad(self, operand: Tensor, func: TorchFunction) -> Tensor:
-        """Return the elements of an operand ``operand`` that correspond to this rank's slice of the gradient."""
+        """Return the elements of ``operand`` that correspond to this rank's slice of the gradient."""
         local = self.local_grad
         if isinstance(operand, ShardedGradient):
             if not operand.is_grad_of(self.grad_storage, self.param_index):
