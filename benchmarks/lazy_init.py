@@ -126,14 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(common.as_json("lazy_init", vars(args), found))
     else:
         print(report(results, args))
-    alike = all(
+    same = all(
         [m.checksums for m in ranks] == [m.checksums for m in row[EAGER]]
         for row in results.values()
         for ranks in row.values()
     )
     worst = max(m.ratio for row in results.values() for v in LAZY_ONES for m in row[v])
-    print(f"\nsame weights in all variants: {'yes' if alike else 'NO'}; worst ratio of the lazy ones: {worst:.2f}")
-    return 0 if alike and worst <= args.allow else 1
+    print(f"\nsame weights in all variants: {'yes' if same else 'NO'}; worst ratio of the lazy variants: {worst:.2f}")
+    return 0 if same and worst <= args.allow else 1
 
 
 def run_apart(num: int, threads: int, fn: Any, *args: Any) -> Any:

@@ -87,7 +87,7 @@ def report(sent: Sent) -> str:
     ]
     values = list(sent.recorded.values())
     rows.append(["all", str(sum(n for n, _ in values)), f"{sum(b for _, b in values) / MB:.3f}"])
-    out = common.table(["collective", "a step", "MB a step at the least"], rows)
+    out = common.table(["collective", "calls per step", "least MB per step"], rows)
     if sent.loopback is None:
         return f"{out}\n\nthis system does not say what crosses its loopback device"
     crossed, packets = sent.loopback

@@ -70,7 +70,7 @@ LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
         lambda _: None,
         "classifier.weight of this Net is missing from .* saved from a Net",
     ),
-    "a weight that nobody wants": (
+    "a weight that the model does not have": (
         lambda: nn.Sequential(),
         lambda _: None,
         "from a Net and contains weights that this Sequential does not have",

@@ -26,9 +26,9 @@ LAYOUTS = ("tensor", "pipe", "data")
 OUTCOMES = {
     "ended and named": NOTICED,
     "went on": EQUAL,
-    "nobody noticed": WRONG,
+    "no rank noticed": WRONG,
     "ended with 0": WRONG,
-    "nobody is named": RAW,
+    "no rank is named": RAW,
     "hang": HANGS,
 }
 """Result of ``ended`` -> outcome of the case."""
@@ -122,11 +122,11 @@ def ended(fault: Fault) -> tuple[str, float]:
             return f"hang:\n{said[-1500:]}", time.monotonic() - start
         seconds = time.monotonic() - start
     if said.count("DONE") == 2 and child.returncode == 0:
-        return "went on" if fault.how == "swallow" else f"nobody noticed:\n{said[-1500:]}", seconds
+        return "went on" if fault.how == "swallow" else f"no rank noticed:\n{said[-1500:]}", seconds
     if child.returncode == 0:
         return f"ended with 0:\n{said[-1500:]}", seconds
     if not re.search(rf"ranks?:? ({ODD}|\d+ and {ODD})\b", said.lower()):
-        return f"nobody is named:\n{said[-2500:]}", seconds
+        return f"no rank is named:\n{said[-2500:]}", seconds
     return "ended and named", seconds
 
 

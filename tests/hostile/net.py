@@ -169,7 +169,7 @@ def outcome(case: Case) -> Outcome:
         refused = NOTICED if case.kind == "divergence" else REFUSED
         what, detail = (refused, "") if error.what and error.remedy else (RAW, str(error))
     except Unnoticed:
-        what, detail = WRONG, "nobody noticed"
+        what, detail = WRONG, "no rank noticed"
     except Exception as error:
         what, detail = RAW, f"{type(error).__name__}: {str(error)[:400]}\n    {_where(error)}"
     return Outcome(case, what, detail, time.monotonic() - start)

@@ -90,7 +90,7 @@ def assert_same(one: tuple[float, Tensor], other: tuple[float, Tensor]) -> None:
 @pytest.mark.parametrize("name", [*REFUSED, *EXACT])
 def test_one_micro_batch_equals_full_batch(name: str) -> None:
     loss_fn = {**REFUSED, **EXACT}[name]
-    if name != "data":  # of which torch computes the gradient from what the loss was
+    if name != "data":  # torch computes its gradient from the value of the loss
         assert_same(trained(loss_fn), alone(loss_fn))
 
 

@@ -219,7 +219,7 @@ def test_arguments_of_save_pretrained_are_checked(tmp_path: Path) -> None:
         for args, how, said in (
             (tmp_path / "file", {}, "is a file. Pass the path of a directory"),
             (tmp_path / "part", {"state_dict": model.state_dict()}, "must contain full tensors"),
-            (tmp_path / "nobody", {"is_main_process": False}, "is_main_process=False"),
+            (tmp_path / "no_rank", {"is_main_process": False}, "is_main_process=False"),
         ):
             with pytest.raises(ConfigError) as error:
                 model.save_pretrained(args, **how)
@@ -232,7 +232,7 @@ def test_arguments_of_save_pretrained_are_checked(tmp_path: Path) -> None:
     for name in ("main", "given"):
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
         assert torch.equal(loaded.train()(**batch()).loss, expected)
-    assert not (tmp_path / "part").exists() and not (tmp_path / "nobody").exists()
+    assert not (tmp_path / "part").exists() and not (tmp_path / "no_rank").exists()
 
 
 @pytest.mark.slow

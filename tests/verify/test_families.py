@@ -57,7 +57,7 @@ in_each_mode = pytest.mark.parametrize("mode", list(MODES))
 over_two_and_four = pytest.mark.parametrize("tensor", [2, 4])
 
 
-def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2) -> None:
+def assert_equals_the_plain_model(report: Report, mode: str = "plain", tensor: int = 2) -> None:
     assert report.passed, str(report)
     assert tensor == 1 or (report.gradient.where and report.weight.where), "something was compared"
     made = {name.partition(" ")[0] for name in report.collectives if "over tensor (block)" in name}
@@ -87,7 +87,7 @@ def check(
         )
 
     if _runs(sample, mode):
-        assert_nobody_can_tell(report(), mode)
+        assert_equals_the_plain_model(report(), mode)
         return None
     with pytest.raises(ConfigError, match="does not support enable_sequence_parallelism=True") as refused:
         report()
@@ -152,7 +152,9 @@ def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> N
 @over_two_and_four
 def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None:
     sample = SmallModelFactory("bert", changes={"chunk_size_feed_forward": 1})
-    assert_nobody_can_tell(verify(sample, RandomBatchFactory("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
+    assert_equals_the_plain_model(
+        verify(sample, RandomBatchFactory("BertForMaskedLM"), tensor=tensor, pool=pools(tensor))
+    )
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
         verify(sample, RandomBatchFactory("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
@@ -166,7 +168,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     report = verify(
         SmallModelFactory(family), batches, 2, 2, loss_fn=compute_model_loss, config=MODES[mode], pool=pools(4)
     )
-    assert_nobody_can_tell(report, mode)
+    assert_equals_the_plain_model(report, mode)
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
 
@@ -177,7 +179,7 @@ def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
     report = verify(
         SmallModelFactory(family), batches, tensor=1, data=data, loss_fn=compute_model_loss, pool=pools(data)
     )
-    assert_nobody_can_tell(report, tensor=1)
+    assert_equals_the_plain_model(report, tensor=1)
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
 
@@ -193,7 +195,7 @@ def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode:
         config=config,
         pool=pools(1),
     )
-    assert_nobody_can_tell(report, tensor=1)
+    assert_equals_the_plain_model(report, tensor=1)
     assert report.collectives == {}
 
 
@@ -212,7 +214,7 @@ def test_sequences_shorter_than_the_number_of_ranks(
             config=MODES[mode],
             pool=pools(tensor),
         )
-        assert_nobody_can_tell(report, mode)
+        assert_equals_the_plain_model(report, mode)
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def test_cross_attention(pools: WorkerPools, model_fn: Callable[[], nn.Module], 
     """The gradient of the states is compared."""
     batches = RandomBatchFactory("GPT2LMHeadModel")
     report = verify(model_fn, batches, tensor=tensor, config=MODES[mode], pool=pools(tensor))
-    assert_nobody_can_tell(report, mode)
+    assert_equals_the_plain_model(report, mode)
 
 
 @pytest.mark.reduced(at_most=1)
@@ -289,7 +291,7 @@ def test_cross_attention_on_states_of_the_batch(
     report = verify(
         model_fn, batch_with_states, tensor=2, data=2, loss_fn=loss_beside_states, config=MODES[mode], pool=pools(4)
     )
-    assert_nobody_can_tell(report, mode)
+    assert_equals_the_plain_model(report, mode)
 
 
 def loss_beside_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
