@@ -29,7 +29,7 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class AttentionHeadCounts:
-    """The numbers of query heads and key-value heads of an attention module."""
+    """Query and key-value head counts of an attention module."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +39,7 @@ class AttentionHeadCounts:
 
 
 def guess_qkv_projections(linear_name_by_path: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Guess which linear layers compute q, k and v, from the first letters of their names or their call order."""
+    """Guess from layer names or call order which linear layers compute q, k and v."""
     called = list(linear_name_by_path.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
     by_letter = {letter: name for key, name in letters.items() if (letter := key[:1]) in "qkv" and key != "kv"}
@@ -69,7 +69,7 @@ def iter_possible_head_counts(
     has_inner_projection_inputs: bool,
     head_dim: int = 0,
 ) -> Iterator[AttentionHeadCounts]:
-    """Yield the possible numbers of heads of an attention module, the most likely first.
+    """Yield possible head counts of an attention module, most likely first.
 
     Args:
         head_dim: the traced number of features per head. For a model without a config, the head count that matches it
@@ -107,7 +107,7 @@ def _parse_int_or_str(text: str) -> int | str:
 
 
 def _find_head_count_candidates(config: Any, module: nn.Module) -> dict[str, int]:
-    """Collect the integer attributes of a module and its configs that may be head counts.
+    """Collect integer attributes that may be head counts, from an attention module and its configs.
 
     These are the attributes with "head" in their names, or all of them if there are none.
     """
@@ -164,7 +164,7 @@ def _are_valid_head_counts(
 def classify_size_attributes(
     int_attributes: Mapping[str, int], head_counts: AttentionHeadCounts, attention_width: int
 ) -> dict[str, str]:
-    """Classify integer attributes of an attention module as numbers of heads, KV heads, groups or features."""
+    """Classify an attention module's integer attributes, for example as head counts or widths."""
     heads, kv_heads = head_counts.num_heads, head_counts.num_kv_heads
     kinds: dict[str, str] = {}
     for name, value in int_attributes.items():
@@ -193,7 +193,7 @@ PARTITIONS = 4
 
 @dataclass(frozen=True)
 class BlockShardingCandidates:
-    """A group of linear layers, such as an MLP, and the ways in which it may be sharded, the most likely first."""
+    """Possible ways to shard a block of linear layers such as an MLP, most likely first."""
 
     layer_list_path: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
@@ -208,7 +208,7 @@ class BlockShardingCandidates:
 
 
 def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockShardingCandidates]:
-    """Find the attention modules, MLPs and experts of a model, with possible ways to shard each of them.
+    """Find a model's attention modules, MLPs and experts, and possible ways to shard each of them.
 
     They are in the order of the forward pass. One layer represents all layers of its stack.
     """
@@ -258,14 +258,14 @@ def _make_block_candidates(
 
 
 def _find_column_linears_of_wrong_width(model: nn.Module, group: ConnectedLinearLayers) -> list[str]:
-    """Return the column-parallel layers whose output does not fit the input of the row-parallel layer."""
+    """Return column-parallel layers whose output size is no multiple of the row-parallel layer's input size."""
     width = _get_linear_num_features(model, group.row, of_output=False)
     out = [c for c in group.columns if _get_linear_num_features(model, c, of_output=True) % width]
     return out if len(out) < len(group.columns) else []
 
 
 def _find_same_module_in_all_layers(model: nn.Module, module_path: str) -> list[str]:
-    """Return the paths of a module and of the corresponding modules in all other layers."""
+    """Return the paths of a module and its counterparts in all other layers."""
     place = _find_layer_list_and_layer_path(model, module_path, [module_path])
     if place is None:
         return [module_path]
@@ -277,7 +277,7 @@ def _find_same_module_in_all_layers(model: nn.Module, module_path: str) -> list[
 def _find_layer_list_and_layer_path(
     model: nn.Module, module_path: str, required_member_paths: list[str]
 ) -> tuple[str, str] | None:
-    """Return the paths of the module list and of the layer that contain all ``required_member_paths``, or None."""
+    """Find the layer that contains all ``required_member_paths``, and the list of layers that contains it."""
     parts = module_path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -293,7 +293,7 @@ def _find_layer_list_and_layer_path(
 
 
 def _is_stage_with_layers(model: nn.Module, stage_path: str, layer_list_path: str) -> bool:
-    """Return whether the module at ``stage_path`` is one of several stages with a list of layers each."""
+    """Return whether a module is one of several stages that each have their own layers, as in Swin."""
     stages = list(model.get_submodule(stage_path.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(layer_list_path), model.get_submodule(stage_path)
     if (
@@ -343,7 +343,7 @@ def _is_missing_from_some_layers(model: nn.Module, layer_list_path: str, path_in
 def _iter_mlp_candidates(
     model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_path: str
 ) -> Iterator[MLP]:
-    """Yield each way to describe a group of linear layers as a tensor-parallel MLP."""
+    """Yield possible ways to shard a group of linear layers as an MLP."""
     width = _get_linear_num_features(model, group.row, of_output=False)
     features = {_get_linear_num_features(model, c, of_output=True) for c in group.columns}
     if group.other_columns or len(features) != 1 or (out := features.pop()) % width:
@@ -374,7 +374,7 @@ def _iter_mlp_candidates(
 def _iter_attention_candidates(
     model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers, layer_path: str
 ) -> Iterator[Attention]:
-    """Yield each way to describe a group of linear layers as tensor-parallel attention, the most likely first."""
+    """Yield possible ways to shard a group of linear layers as attention, most likely first."""
     at, width = group.entry[len(layer_path) + 1 :], _get_linear_num_features(model, group.row, of_output=False)
     names = {c: _get_path_relative_to_block(group, c, layer_path) for c in group.columns}
     features = {names[c]: _get_linear_num_features(model, c, of_output=True) for c in group.columns}
@@ -435,7 +435,7 @@ def _iter_attention_candidates(
 def _get_accessed_int_attributes(
     model: nn.Module, trace: ForwardTrace, module_path: str, head_counts: AttentionHeadCounts
 ) -> dict[str, int]:
-    """Return the integer attributes that an attention module reads. Omits chance matches of the head count."""
+    """Return the integer attributes that an attention module's forward pass reads, such as its head count."""
     module, head_field = model.get_submodule(module_path), str(head_counts.attention_kwargs.get("num_heads", ""))
     places = {
         like: m
@@ -457,7 +457,7 @@ def _get_accessed_int_attributes(
 
 
 def _get_path_relative_to_block(group: ConnectedLinearLayers, module_path: str, layer_path: str) -> str:
-    """Make a module path relative to its block. Outside the block, it is relative to the layer, as ``.path``."""
+    """Make a module path relative to its block, or relative to the layer if it is outside the block."""
     if f"{module_path}.".startswith(f"{group.entry}."):
         return module_path[len(group.entry) :].lstrip(".")
     return module_path[len(layer_path) :]
@@ -526,7 +526,7 @@ def _guess_param_shard_dims(
 def _find_per_head_arguments(
     trace: ForwardTrace, group: ConnectedLinearLayers, head_counts: AttentionHeadCounts
 ) -> dict[str, LocalAttr]:
-    """Find the arguments of an attention module that have a dimension for the heads."""
+    """Find arguments of an attention module that have a head dimension, such as position biases."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (head_counts.num_heads, samples * head_counts.num_heads)
@@ -535,7 +535,7 @@ def _find_per_head_arguments(
 
 
 def _find_extra_projection_inputs(model: nn.Module, trace: ForwardTrace, group: ConnectedLinearLayers) -> list[str]:
-    """Return the other inputs of an attention module's projections, such as the encoder's hidden states."""
+    """Find additional inputs of attention projections, such as the encoder's hidden states."""
     names: dict[str, bool] = {}
     for like in _find_same_module_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
@@ -572,7 +572,7 @@ def _find_expert_block_candidates(model: nn.Module, trace: ForwardTrace) -> list
 def _iter_expert_candidates(
     module: nn.Module, path_in_layer: str, stacked_weight_names: Sequence[str]
 ) -> Iterator[Experts]:
-    """Yield each way to shard a module that stacks the weights of its experts in 3D tensors."""
+    """Yield possible ways to shard expert weights that are stacked in 3D tensors."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked_weight_names), ((2, False), (1, False), (2, True))):
@@ -585,7 +585,7 @@ def _iter_expert_candidates(
 def _find_cross_attention_source(
     trace: ForwardTrace, group: ConnectedLinearLayers, layer_list_path: str
 ) -> tuple[str, str] | None:
-    """Find the module argument through which a decoder receives the encoder's hidden states, or return None."""
+    """Find the argument that passes the encoder's hidden states to the decoder, or return None."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):
         for name, x in list(trace.inputs[path].items())[1:]:  # the first argument is the hidden states
@@ -599,7 +599,7 @@ def _find_cross_attention_source(
 
 
 def _find_final_norm_path(model: nn.Module, trace: ForwardTrace, layer_list_path: str) -> str | None:
-    """Return the path of the norm that is applied to the output of the last layer, or None if there is none."""
+    """Return the path of the final norm after the last layer, or None if there is none."""
     if "*" in layer_list_path:
         return None
     last = f"{layer_list_path}.{len(list(model.get_submodule(layer_list_path).children())) - 1}"
@@ -634,11 +634,7 @@ def merge_transformers_tp_plans(model: nn.Module) -> dict[str, str]:
 def find_role_matching_plan(
     tp_plan: Mapping[str, str], layer_list_path: str, candidate_roles: Iterable[Role]
 ) -> Role | None:
-    """Return the first of ``candidate_roles`` that agrees with a transformers tensor parallel plan, or None.
-
-    Args:
-        layer_list_path: the path of the list of layers.
-    """
+    """Return the first candidate role that agrees with a transformers tensor parallel plan, or None."""
     return next(
         (role for role in candidate_roles if _is_role_consistent_with_tp_plan(tp_plan, f"{layer_list_path}.*", role)),
         None,

@@ -21,7 +21,7 @@ Path = tuple[str, ...]  # names of nested config fields, from the outermost conf
 
 
 class SizeLocation(Enum):
-    """The kinds of places where a size occurs in a model, such as a dim of a matrix or the length of a module list."""
+    """Kinds of model properties that have a size, such as matrix dimensions and ModuleList lengths."""
 
     LAYERS = auto()  # length of a list of modules
     ROWS = auto()  # rows of an embedding
@@ -36,7 +36,7 @@ class SizeLocation(Enum):
 
 @dataclass(frozen=True)
 class ModelSizeLocation:
-    """A place in a model where a size occurs, such as one dim of a parameter."""
+    """A model property that has a size, such as one dimension of a parameter."""
 
     name: str  # path of the parameter, buffer, list or attribute
     dim: int  # dim of the tensor
@@ -46,7 +46,7 @@ class ModelSizeLocation:
 
 @dataclass(frozen=True)
 class IntConfigField:
-    """An integer config field and the sizes of the model that depend on it."""
+    """An integer config field and the model sizes that change with it."""
 
     path: Path
     value: int
@@ -56,7 +56,7 @@ class IntConfigField:
 
     @cached_property
     def size_ratios(self) -> dict[ModelSizeLocation, Fraction]:
-        """Ratio of each size to this config field, for sizes that are proportional to the field."""
+        """Ratios of model sizes to this config field, for sizes that are proportional to it."""
         return {
             place: Fraction(old) / self.value
             for place, (old, new) in self.changed_sizes.items()
@@ -64,23 +64,23 @@ class IntConfigField:
         }
 
     def compute_matrix_dim_growth_per_unit(self) -> list[Fraction]:
-        """Return how much each matrix dim inside a layer grows when this config field increases by one."""
+        """Compute how much each matrix dimension in a layer grows if this config field increases by one."""
         inside = (
             pair for place, pair in self.changed_sizes.items() if place.depth and place.location is SizeLocation.MATRIX
         )
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
     def get_dependent_matrix_names(self) -> set[str]:
-        """Return the names of the matrices inside layers whose shapes depend on this config field."""
+        """Return the names of the layers' weight matrices whose shapes depend on this config field."""
         return {place.name for place in self.changed_sizes if place.location is SizeLocation.MATRIX and place.depth}
 
     def shrinks_a_tensor_dim_when_increased(self) -> bool:
-        """Return whether a tensor dim shrinks when this config field grows, as a head dim does with more heads."""
+        """Return whether a larger field value makes a tensor smaller, as more heads reduce the head dim."""
         tensors = [sizes for place, sizes in self.changed_sizes.items() if place.location is not SizeLocation.ATTRIBUTE]
         return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
     def get_sizes_equal_to_value(self) -> list[ModelSizeLocation]:
-        """Return the tensor dims and module list lengths that always equal this config field."""
+        """Return the tensor dimensions and ModuleList lengths that always equal this config field."""
         return [
             place
             for place, times in self.size_ratios.items()
@@ -88,14 +88,14 @@ class IntConfigField:
         ]
 
     def affects_only_derived_attributes(self) -> bool:
-        """Return whether this config field affects only module attributes that are computed from it."""
+        """Return whether this config field changes only module attributes that are computed from it."""
         computed = (
             s.location is SizeLocation.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items()
         )
         return bool(self.changed_sizes) and not self.has_changed_structure and all(computed)
 
     def is_divisor_of_size(self) -> bool:
-        """Return whether this config field divides a size of a layer, as the number of heads divides the head dim."""
+        """Return whether a layer size is inversely proportional to this field, as the head dim is to the head count."""
         ratio = Fraction(self.value, self.changed_value)
         if any(new == old * ratio**2 != old for old, new in self.changed_sizes.values() if isinstance(old, int)):
             return False  # image patches
@@ -104,7 +104,7 @@ class IntConfigField:
 
     @cached_property
     def attention_scale_factor_locations(self) -> set[ModelSizeLocation]:
-        """The scale factors of attention scores that depend on this config field."""
+        """Scale factors of attention scores that depend on this config field."""
         factors = ((s, old, new) for s, (old, new) in self.changed_sizes.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.changed_value - self.value) > 0}
 
@@ -116,7 +116,7 @@ MAX_FUSED = 4  # largest number of widths that are concatenated in one matrix
 
 
 class ConfigFieldMeaning(Enum):
-    """The possible meanings of an integer config field, such as the hidden size or the number of heads."""
+    """Possible meanings of an integer config field, such as hidden size or head count."""
 
     HIDDEN = auto()  # features of the hidden states
     HEADS = auto()
@@ -130,7 +130,7 @@ class ConfigFieldMeaning(Enum):
 
 
 def infer_field_meanings(all_fields: Sequence[IntConfigField]) -> dict[Path, ConfigFieldMeaning]:
-    """Return the meaning of each config field whose meaning is clear from the sizes that depend on it."""
+    """Infer the meaning of config fields, such as the hidden size, from the model sizes that depend on them."""
     meanings = {field.path: meaning for field in all_fields if (meaning := _infer_field_meaning(field)) is not None}
     by_heads = {
         place
@@ -190,7 +190,7 @@ def infer_field_meanings(all_fields: Sequence[IntConfigField]) -> dict[Path, Con
 def _guess_head_count_or_head_dim_meaning(
     field: IntConfigField, all_fields: Sequence[IntConfigField], known_meanings: Mapping[Path, ConfigFieldMeaning]
 ) -> ConfigFieldMeaning | None:
-    """Guess whether a config field is a number of heads or a head dim, or return None if it is neither."""
+    """Guess whether a config field is a head count or a head dim, or return None if it is neither."""
     if any(place.location is SizeLocation.CHANNEL for place in field.changed_sizes):
         return None
     inside = {
@@ -221,12 +221,12 @@ def _guess_head_count_or_head_dim_meaning(
 
 
 def get_rotary_dim_candidates(field: IntConfigField) -> set[int]:
-    """Return the rotary dims that a config field may determine, based on the buffers that depend on it."""
+    """Return possible rotary dimensions for a config field, computed from the buffers that depend on it."""
     return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.location is SizeLocation.BUFFER}
 
 
 def _affects_all_matrices(field: IntConfigField, all_fields: Sequence[IntConfigField]) -> bool:
-    """Return whether a config field affects at least the same matrices as all other fields of its config."""
+    """Return whether a config field affects every matrix that another field of the same config affects."""
     neighbors = [n for n in all_fields if n.path[:-1] == field.path[:-1]]
     return len(neighbors) > 1 and field.get_dependent_matrix_names() >= {
         name for other in neighbors for name in other.get_dependent_matrix_names()
@@ -234,7 +234,7 @@ def _affects_all_matrices(field: IntConfigField, all_fields: Sequence[IntConfigF
 
 
 def _is_size_proportional_to_product(field: IntConfigField, other_field: IntConfigField) -> bool:
-    """Return whether a size inside a layer is proportional to the product of two config fields."""
+    """Return whether a layer size is proportional to the product of two config fields."""
     times, other_times = field.size_ratios, other_field.size_ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other_field.value == 0 and other_times[s] % field.value == 0 for s in shared)
@@ -271,7 +271,7 @@ def _infer_field_meaning(field: IntConfigField) -> ConfigFieldMeaning | None:
 def measure_config_field_effects(
     build_model: Callable[[Any], nn.Module], config: PreTrainedConfig
 ) -> list[IntConfigField]:
-    """Change each integer of a config in turn, rebuild the model, and return which sizes of the model change."""
+    """Measure which model sizes depend on each integer config field, by changing one field at a time."""
     before = collect_model_sizes(build_model(config))
     found = []
     for path, value in iter_int_and_uniform_list_fields(config):
@@ -298,7 +298,7 @@ def iter_int_fields(config: PreTrainedConfig, path_prefix: Path = ()) -> Iterato
 
 
 def iter_int_and_uniform_list_fields(config: PreTrainedConfig) -> Iterator[tuple[Path, int]]:
-    """Yield the path and value of each integer greater than 1 in a config, including lists of identical integers."""
+    """Yield integer config fields greater than 1, including lists in which all entries are equal."""
     yield from iter_int_fields(config)
     for path, values in iter_list_fields(config):
         if values[0] > 1 and len(set(values)) == 1:
@@ -308,7 +308,7 @@ def iter_int_and_uniform_list_fields(config: PreTrainedConfig) -> Iterator[tuple
 def iter_list_fields(
     config: PreTrainedConfig, path_prefix: Path = (), item_type: type = int
 ) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """Yield the path and value of each list of ``item_type`` values in a config and its nested configs."""
+    """Yield the paths and values of all lists in a config whose items have the type ``item_type``."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -319,7 +319,7 @@ def iter_list_fields(
 
 
 def replace_config_fields(config: PreTrainedConfig, value_by_path: Mapping[Path, Any]) -> PreTrainedConfig:
-    """Return a copy of a config with new values for some of its fields.
+    """Copy a config, and replace the values of some of its fields.
 
     If the field is a list and the new value is a number, the number replaces each entry of the list.
     """
@@ -351,7 +351,7 @@ def is_model_config(candidate: Any) -> bool:
 
 
 def collect_model_sizes(model: nn.Module) -> dict[ModelSizeLocation, float]:
-    """Collect the sizes in a model: dims of tensors, lengths of module lists, and numeric attributes of modules."""
+    """Collect the tensor dimensions, ModuleList lengths and numeric module attributes of a model."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[ModelSizeLocation, float] = {}
     for path, module in model.named_modules():
@@ -369,7 +369,7 @@ def collect_model_sizes(model: nn.Module) -> dict[ModelSizeLocation, float]:
 
 
 def _get_size_location(module: nn.Module, tensor_name: str, tensor: Tensor, dim: int) -> SizeLocation | None:
-    """Classify a dim of a parameter or buffer, or return None for the spatial dims of a convolution kernel."""
+    """Classify a parameter or buffer dimension, or return None for spatial dimensions of a convolution kernel."""
     if tensor_name in module._buffers:
         return SizeLocation.BUFFER
     if tensor.dim() == 1:
@@ -384,7 +384,7 @@ def _get_size_location(module: nn.Module, tensor_name: str, tensor: Tensor, dim:
 
 
 def make_meta_model_builder(model_cls: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """Return a function that builds a ``model_cls`` from a config on the meta device."""
+    """Return a function that builds ``model_cls`` on the meta device from a config."""
 
     def build_on_meta(config: PreTrainedConfig) -> nn.Module:
         with torch.device("meta"):

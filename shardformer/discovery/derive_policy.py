@@ -49,7 +49,7 @@ WIDTH = 100
 
 
 def format_policy_source_with_notes(policy: RolePolicy, class_name: str = "MyPolicy") -> str:
-    """Return Python source code that defines a policy as a class called ``class_name``, with notes as comments."""
+    """Format a policy as the Python source of a class called ``class_name``, with notes as comments."""
     notes = [
         fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
         for note in policy.notes
@@ -58,7 +58,7 @@ def format_policy_source_with_notes(policy: RolePolicy, class_name: str = "MyPol
 
 
 def format_policy_class_source(policy: RolePolicy, class_name: str = "MyPolicy") -> str:
-    """Return Python source code that defines a policy class ``class_name``, including the import statement."""
+    """Format a policy as the Python source of a class, including the import statement."""
     stacks = get_layer_stacks(policy)
     used_classes: set[str] = {"RolePolicy"}
     lines = [f"class {class_name}(RolePolicy):"]
@@ -85,7 +85,7 @@ def format_policy_class_source(policy: RolePolicy, class_name: str = "MyPolicy")
 
 
 def _split_call_into_lines(call_source: str, indentation: str) -> str:
-    """Break a call that is too long for one line into one line per argument."""
+    """Split a long function call into one line per argument."""
     if len(indentation) + len(call_source) < WIDTH or not call_source.endswith(")"):
         return call_source
     start, depth, parts = call_source.index("(") + 1, 0, [""]
@@ -101,12 +101,12 @@ def _split_call_into_lines(call_source: str, indentation: str) -> str:
 
 
 def format_role_source(role: Role) -> str:
-    """Return a role of a policy, such as ``Attention("attn", ...)``, as a one-line Python expression."""
+    """Format a policy entry such as ``Attention("attn", ...)`` as a one-line Python expression."""
     return _format_as_python_source(role, set()).replace("'", '"')
 
 
 def _format_layer_stack_source(layer_stack: LayerStack, indentation: str, used_class_names: set[str]) -> str:
-    """Return the Python source of a ``LayerStack``, and add the classes that it uses to ``used_class_names``."""
+    """Format a ``LayerStack`` as Python source, and add the class names it uses to ``used_class_names``."""
     used_class_names.add("LayerStack")
     inner = f"{indentation}    "
     lines = ["LayerStack(", f"{inner}{layer_stack.layers!r},", f"{inner}["]
@@ -167,7 +167,7 @@ class NoShardableLayerError(PolicyDerivationError):
 
 
 class DerivedPolicy(RolePolicy):
-    """A sharding policy that was derived from a model automatically. ``str()`` returns it as Python source.
+    """A sharding policy that ShardFormer derived automatically. ``str(policy)`` returns its Python source.
 
     Attributes:
         layers: the kinds of layers that were validated, by the path of their stack.
@@ -179,7 +179,7 @@ class DerivedPolicy(RolePolicy):
         return format_policy_source_with_notes(self)
 
     def replicated_paths(self) -> None:
-        """Return None to allow parameters to be replicated if no valid way to shard them was found."""
+        """Return None, which allows parameters to stay replicated if they could not be sharded."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
@@ -187,8 +187,8 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The policy that ShardFormer derived for the model does not cover the layer {path}, because "
-                        "its modules differ from those of the layers that ShardFormer tested.",
+                        f"The derived policy does not cover the layer {path}, because its modules differ from those of "
+                        "the layers on which the policy was validated.",
                         remedy="Write a policy for this model (docs/policies.md).",
                     )
 
@@ -222,7 +222,7 @@ def derive_policy(
 
 
 def derive_pipeline_only_policy(model: nn.Module, *, allow_model_copy: bool = False) -> RolePolicy:
-    """Derive a policy for pipeline parallelism only, by finding the lists of layers in a model.
+    """Derive a policy that splits a model's layers into pipeline stages and shards no weights.
 
     The policy has no stack if no reduced model can be built and run.
 
@@ -268,7 +268,7 @@ def derive_policy_from_forward(
     reduced: ReducedModel | None = None,
     tp_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> type[DerivedPolicy]:
-    """Derive a policy from a forward pass of a small model, and validate it by training the model.
+    """Derive a policy from a small model's forward pass, and validate it by training the model.
 
     Args:
         reduced: the model and calls with further inputs. If validation fails for these inputs, the policy records them
@@ -327,7 +327,8 @@ def _make_derivation_error(
 ) -> PolicyDerivationError:
     error = error_cls(
         f"No policy for {type(model).__name__} could be derived: {reason}",
-        rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
+        rule="ShardFormer derives a policy for the attention modules and MLPs in a list of layers, and validates the "
+        "policy on a small version of the model",
         remedy="Use data parallelism and ZeRO (data=, zero_stage=), which need no policy, or write a policy for this "
         "model (docs/policies.md)"
         if error_cls is NoShardableLayerError
@@ -368,7 +369,7 @@ def _find_validated_hints(
 def _find_shardable_blocks(
     validation_cache: _PolicyValidationCache, tp_sizes: Sequence[int], tp_plan: Mapping[str, str]
 ) -> tuple[list[BlockShardingCandidates], dict[str, str]]:
-    """Return the attention and MLP blocks that can be sharded, and why each other linear layer is replicated."""
+    """Find the blocks that can be sharded, and explain why each other linear layer is replicated."""
     model, run = validation_cache.reference.model, validation_cache.reference.forward_fn
     replicated = {
         path: OUTSIDE_LAYERS_REASON
@@ -389,7 +390,7 @@ def _find_shardable_blocks(
 
 
 class _PolicyValidationCache:
-    """A cache of validation results, because repeated searches often try the same candidate policies."""
+    """Cache of validation results, so that no candidate policy is validated twice."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
@@ -398,7 +399,7 @@ class _PolicyValidationCache:
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy_cls: type[RolePolicy], tp_sizes: Sequence[int]) -> str | None:
-        """Validate a policy on each number of ranks in ``tp_sizes``, and return the first failure or None."""
+        """Validate a policy for each tensor parallel size, and return the first failure or None."""
         key = str([get_layer_stacks(policy_cls), policy_cls.embeddings, policy_cls.head])
         for size in tp_sizes:
             if (key, size) not in self._tried:
@@ -409,7 +410,7 @@ class _PolicyValidationCache:
 
 
 def _find_unsharded_weight_paths(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
-    """Return the paths of matrices that the policy does not shard. A leading dot marks paths outside the base model."""
+    """Return the paths of weight matrices that the policy does not shard, in the format of ``keep_replicated``."""
     policy.set_model(model)
     cut, base = (
         make_sharding_plan(model, policy).get_sharded_param_names_by_id(),
@@ -449,7 +450,7 @@ def _is_inside_module_list(model: nn.Module, module_path: str) -> bool:
 
 
 def _get_tp_sizes_for_role(role: Role, tp_sizes: Sequence[int]) -> Sequence[int]:
-    """Return the tensor parallel sizes for which to validate a role, such as an ``Attention``.
+    """Select the tensor parallel sizes at which an attention module or MLP must be validated.
 
     Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
     """
@@ -463,7 +464,7 @@ def _find_valid_blocks(
     tp_sizes: Sequence[int],
     tp_plan: Mapping[str, str],
 ) -> tuple[list[BlockShardingCandidates], dict[str, str]]:
-    """Find a valid way to shard each block, or return why the first block without one must be replicated.
+    """Find a valid way to shard each block, and stop at the first block that must be replicated.
 
     The search stops at that block, because its replicated linear layers change the marks that later blocks depend on.
     """
@@ -495,7 +496,7 @@ def _find_valid_blocks(
 
 
 def _cache_rejected_attention(validation_cache: _PolicyValidationCache, block: BlockShardingCandidates) -> None:
-    """Store the best guess for an attention block that failed validation, to suggest it in the error message."""
+    """Save the best guess for an attention module that failed validation, so that the error can suggest it."""
     roles = [] if hasattr(validation_cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -544,7 +545,7 @@ def _build_derived_policy_class(
 
 
 def _find_embedding_and_lm_head_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the paths of the token embeddings and of the heads that compute logits."""
+    """Find a model's token embeddings and LM heads."""
     tokens = find_embeddings(model, "input")
     if not isinstance(tokens, nn.Embedding):
         return {}
@@ -582,7 +583,7 @@ IN_ITS_FORWARD = (
 def make_no_policy_error(
     model: nn.Module, derivation_error: PolicyError, tensor_parallel_size: int | None
 ) -> PolicyDerivationError:
-    """Build the error for a model without a policy: none was passed, none is registered, and none can be derived.
+    """Build the error for a model that has no policy and for which none can be derived.
 
     Args:
         derivation_error: the error of ``derive_policy``.
@@ -605,10 +606,10 @@ def _make_missing_policy_error(model: nn.Module, reason: str) -> PolicyDerivatio
     family, name = get_model_family_name(model), type(model).__name__
     tried = f"model type {family!r}" if family else "it has no config with a model type"
     return PolicyDerivationError(
-        f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}.",
+        f"No policy for {name} was passed or is registered ({tried}), and none could be derived: {reason}.",
         rule=f"The registered families are {', '.join(FAMILIES)}.",
         remedy=(f"{suggest_similar_names(family, FAMILIES)} " if family else "")
-        + f"Describe the modules of the model (docs/policies.md):\n{EXAMPLE}",
+        + f"Pass a policy that describes the modules of the model (docs/policies.md):\n{EXAMPLE}",
     )
 
 
@@ -616,11 +617,10 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyDerivatio
     batch = ", ".join(f'"{name}": ...' for name in get_required_forward_args(model))
     return PolicyDerivationError(
         f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}.",
-        remedy="Pass one small batch, identical on all ranks:\n\n"
+        remedy="Pass a small example batch that is identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
-        "or on the command line FILE.py:function, where the function returns (model_fn, batch_fn),\n"
-        "or describe the modules of the model (docs/policies.md).",
+        "On the command line, pass FILE.py:function, where the function returns (model_fn, batch_fn).",
     )
 
 
@@ -636,10 +636,10 @@ def _make_no_shardable_layer_error(
         pipe = f"Pipeline parallelism does not support {name} ({stacks.no_pipeline})"
     else:
         pipe = "Or use pipeline stages: launch_from_torch(pipe=2)"
-    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_policy_source, '    ')}\nOr omit" if nearest_policy_source else "Omit"
+    closest = f"{IN_ITS_FORWARD}:\n{indent(nearest_policy_source, '    ')}\n" if nearest_policy_source else ""
     return PolicyDerivationError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reason}.",
-        remedy=f"{table} the tensor axis, and use launch_from_torch(data=2) and "
-        f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
-        "them in a policy (docs/policies.md).",
+        remedy=f"{closest}To save memory without the tensor axis, use launch_from_torch(data=2) and "
+        f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If you know how to shard some of the "
+        "modules, write a policy (docs/policies.md).",
     )

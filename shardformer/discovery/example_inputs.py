@@ -35,11 +35,11 @@ AUDIO_SAMPLES = 3200  # length of audio inputs, from which feature extractors co
 
 
 class UnknownInputsError(PolicyError):
-    """Raised if no example input can be generated for a model, because all its `forward` arguments are unknown."""
+    """Raised if no example inputs can be generated, because a model's `forward` arguments are unknown."""
 
 
 def convert_batch_to_forward_kwargs(batch: Any, model: nn.Module) -> dict[str, Any]:
-    """Convert a batch (a dict, a tensor or a sequence of tensors) to keyword arguments of a model's `forward`.
+    """Convert a dict, a tensor or a sequence of tensors to keyword arguments for a model's `forward`.
 
     Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
 
@@ -61,7 +61,7 @@ def convert_batch_to_forward_kwargs(batch: Any, model: nn.Module) -> dict[str, A
 
 
 def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return example batches that a model may accept, such as text only, images or audio only, and all inputs.
+    """Generate example batches that a model may accept, such as batches with only text or only images.
 
     Raises:
         UnknownInputsError: if no argument of `forward` is known.
@@ -73,8 +73,8 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         arguments = ", ".join(names)
         raise UnknownInputsError(
             f"ShardFormer cannot generate example inputs for {type(model).__name__}.forward({arguments}).",
-            remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}), or FILE.py:function "
-            "on the command line (docs/add-a-model.md).",
+            remedy=f"Pass an example batch: shardformer.derive_policy(model, batch={{{example}}}). On the command "
+            "line, pass FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md).",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in inputs.items() if name in text}
@@ -88,7 +88,7 @@ def make_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return random batches for a model whose argument names give no hint of their type or shape.
+    """Guess random input batches for a model whose `forward` arguments have no well-known names.
 
     The values are tokens if the model has an embedding. Otherwise they are floats whose features or channels match the
     first weight.
@@ -110,19 +110,19 @@ def guess_example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def guess_only_argument(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return guessed batches for a model with a single required argument, or no batch for other models."""
+    """Guess input batches for a model with one required argument, or return an empty list for other models."""
     return guess_example_batches(model) if len(get_required_forward_args(model)) == 1 else []
 
 
 def get_required_forward_args(model: nn.Module) -> list[str]:
-    """Return the names of a model's `forward` arguments that have no default value."""
+    """Return the names of a model's `forward` arguments without default values."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in arguments if p.default is p.empty and p.kind in named]
 
 
 def find_unknown_forward_args(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the required and the optional `forward` arguments for which no example input can be generated."""
+    """Find the required and optional `forward` arguments for which no example input can be generated."""
     known = {name for name, _ in iter_inputs_for_known_arguments(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_forward_args(model) if name in others]
@@ -131,7 +131,7 @@ def find_unknown_forward_args(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Yield copies of a batch with different labels: the input tokens, or one class index per sample.
+    """Yield copies of a batch with possible labels: the input tokens, or one class index per sample.
 
     The first candidate omits ``decoder_input_ids``, which some models derive from the labels.
     """
@@ -147,7 +147,7 @@ def iter_batches_with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> I
 
 
 def iter_inputs_for_known_arguments(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
+    """Generate a random tensor for each `forward` argument with a well-known name, such as ``input_ids``."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +237,7 @@ MediaLayout = dict[str, Tensor]  # consistent inputs of one modality: values, si
 
 
 def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
-    """Yield batches whose texts contain placeholder tokens for images or audio.
+    """Yield batches whose token sequences contain placeholder tokens for images or audio.
 
     Yields one batch for each format of the media that the model accepts, and none if the config has no media tokens.
     """
@@ -264,13 +264,13 @@ def iter_batches_with_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor
 
 
 def get_media_argument_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's `forward` arguments that are images or audio."""
+    """Return the names of `forward` arguments for images or audio."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 
 
 def get_image_feature_dim(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Return the width of a model's image features, or 0 if it equals the width of the text embeddings."""
+    """Return the size of a model's image features, or 0 if it equals the size of the text embeddings."""
     features = _find_model_method(model, "get_image_features")
     if features is None or _get_media_token_id(getattr(model, "config", None), "image") is None:
         return 0
@@ -285,7 +285,7 @@ def get_image_feature_dim(model: nn.Module, inputs: Mapping[str, Tensor]) -> int
 def _iter_media_inputs_and_token_counts(
     model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
-    """Yield each image or audio format that a model accepts, and the number of placeholder tokens per sample."""
+    """Yield image or audio inputs that a model accepts, with the number of placeholder tokens per sample."""
     features = _find_model_method(model, f"get_{modality}_features")
     if features is not None and _get_media_token_id(getattr(model, "config", None), modality) is not None:
         for layout in _iter_possible_media_inputs(modality, model, inputs):
@@ -311,7 +311,7 @@ _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_feat
 def _insert_media_placeholder_tokens(
     text_ids_BS: Tensor, token_id_and_counts_by_modality: Mapping[str, tuple[int | None, list[int]]]
 ) -> MediaLayout:
-    """Insert placeholder tokens for images or audio into texts, and return the token ids and their modalities."""
+    """Insert placeholder tokens for images or audio into texts, and return the token ids and token types."""
     longest = max(
         sum(counts[row] for _, counts in token_id_and_counts_by_modality.values()) for row in range(len(text_ids_BS))
     )
@@ -391,7 +391,7 @@ def _iter_possible_image_inputs(
 def _compute_media_features(
     model: nn.Module, feature_fn: Callable[..., Any], media_inputs: MediaLayout
 ) -> list[Tensor]:
-    """Return the features that a model computes from images or audio, or an empty list if it rejects their format."""
+    """Compute image or audio features, or return an empty list if the model rejects the input format."""
     dtype, known = next(model.parameters()).dtype, inspect.signature(feature_fn).parameters
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in media_inputs.items()}
     try:
@@ -405,7 +405,7 @@ def _compute_media_features(
 
 
 def _select_required_feature_inputs(feature_fn: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
-    """Select the inputs that ``feature_fn`` requires in addition to images or audio, such as a question."""
+    """Select additional inputs that ``feature_fn`` requires, such as a question about the image."""
     required = [p.name for p in inspect.signature(feature_fn).parameters.values() if p.default is p.empty]
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
@@ -425,7 +425,6 @@ def _count_features_per_sample(features: Sequence[Tensor], media_inputs: MediaLa
 
 
 def get_text_embedding_dim(model: nn.Module) -> int:
-    """Return the embedding dim of a model's token embeddings."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     return int(table.weight.shape[-1])
 

@@ -30,7 +30,7 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 @dataclass
 class ConnectedLinearLayers:
-    """A linear layer that may be row-parallel, and the linear layers before it that may be column-parallel."""
+    """A candidate row-parallel linear layer, and the candidate column-parallel layers that feed it."""
 
     row: str  # path of the linear layer that is fed
     columns: list[str]  # paths of the linear layers that feed it, in call order
@@ -43,7 +43,7 @@ class ConnectedLinearLayers:
 
 @dataclass
 class ForwardTrace:
-    """The inputs, outputs and connections of all modules in one forward pass. All keys are module paths."""
+    """Module inputs and outputs and connected linear layers of one forward pass. All keys are module paths."""
 
     groups: list[ConnectedLinearLayers] = field(
         default_factory=list
@@ -64,7 +64,7 @@ TRACE_LOCK = threading.Lock()  # dispatch modes share state between threads, and
 def trace_forward(
     model: nn.Module, forward_fn: Callable[[nn.Module], Any], replicated_linear_paths: Iterable[str] = ()
 ) -> ForwardTrace:
-    """Run one forward pass without gradients, and record how the linear layers of a model are connected.
+    """Run one forward pass without gradients, and record how the model's linear layers are connected.
 
     Args:
         replicated_linear_paths: paths of linear layers that are not sharded. Their outputs inherit the marks of their
@@ -87,14 +87,14 @@ def trace_forward(
 
 
 def find_layer_paths(model: nn.Module, layer_list_path: str) -> list[str]:
-    """Return the paths of the layers in the module list at ``layer_list_path``. The path may contain ``*``."""
+    """Return the paths of all layers in a ModuleList, whose path may contain the wildcard ``*``."""
     return match_paths(f"{layer_list_path}.*", [path for path, _ in model.named_modules()])
 
 
 def count_layer_outputs(
     model: nn.Module, forward_fn: Callable[[nn.Module], Any], layer_list_paths: Iterable[str]
 ) -> dict[str, int]:
-    """Return the length of the tuple that the layers in each list return, or 0 if they return a single tensor."""
+    """Return the length of the tuple that the layers of each list return, or 0 if they return a tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in layer_list_paths:
@@ -110,7 +110,7 @@ def count_layer_outputs(
 
 
 class _TensorOriginTracker(TorchDispatchMode):
-    """A ``TorchDispatchMode`` that tracks which linear layers each tensor was computed from."""
+    """Dispatch mode that tracks which linear layers contributed to each tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -144,7 +144,7 @@ class _TensorOriginTracker(TorchDispatchMode):
 
 
 class _ForwardTracer:
-    """Forward hooks that record how the linear layers of a model are connected."""
+    """Records which linear layers feed each other, with forward hooks on all modules."""
 
     def __init__(self, model: nn.Module, replicated_paths: frozenset[str]) -> None:
         self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()
@@ -210,7 +210,7 @@ class _ForwardTracer:
         return self.trace
 
     def _set_entry_module(self, group: ConnectedLinearLayers) -> None:
-        """Find the module that passes its own input to the linear layers that may be column-parallel."""
+        """Find the module whose input is passed to the candidate column-parallel layers."""
         first = {c: self.trace.linear_inputs[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
@@ -249,7 +249,7 @@ def _is_full_view_of_input(tensor: Tensor, module_input: Tensor | None) -> bool:
 
 
 def find_common_parent_path(module_paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all modules whose paths are in ``module_paths``."""
+    """Return the path of the innermost module that contains all modules in ``module_paths``."""
     split = [path.split(".")[:-1] for path in module_paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -307,10 +307,7 @@ class ModuleCall:
 
 
 class LayerListTrace:
-    """Runs one forward pass, and records the first call of each module in a list of layers.
-
-    Args:
-        layer_list_path: the path of the list of layers.
+    """Records the first call of each module inside a list of layers, in one forward pass.
 
     Attributes:
         shape: the batch size and sequence length of the hidden states.
@@ -333,7 +330,7 @@ class LayerListTrace:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def has_token_dim(self, tensor: Tensor | None) -> bool:
-        """Return whether a tensor contains a vector for each token, with shape (B, S, H, ...) or (B*S, H)."""
+        """Return whether a tensor has one vector per token, with or without separate batch and sequence dimensions."""
         samples, length = self.shape
         return tensor is not None and (
             (tensor.dim() > 2 and tuple(tensor.shape[:2]) == self.shape)
@@ -341,37 +338,37 @@ class LayerListTrace:
         )
 
     def receives_all_tokens(self, module_path: str) -> bool:
-        """Return whether a module received hidden states that contain all tokens, or was not called."""
+        """Return whether a module's hidden states contain all tokens. True if the module was not called."""
         return module_path not in self._calls or self.has_token_dim(self._calls[module_path].hidden_states)
 
     def has_per_token_scalar_input(self, module_path: str) -> bool:
-        """Return whether a module received a tensor of shape (batch, sequence) in addition to its hidden states."""
+        """Return whether a module receives a tensor with one number per token in addition to its hidden states."""
         return any(
             isinstance(x, Tensor) and tuple(x.shape) == self.shape
             for x in self._get_non_hidden_state_arguments(module_path).values()
         )
 
     def get_enclosing_module_paths(self, module_path: str) -> dict[str, str]:
-        """Return the full paths of a module and of its parents inside the layer, by path relative to the layer."""
+        """Return the full paths of a module and of its parents inside the layer, with layer-relative paths as keys."""
         outer = next((outer for outer in self.paths if module_path.startswith(f"{outer}.")), None)
         parts = module_path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
     def is_token_dim_preserved(self, module_path: str) -> bool:
-        """Return whether a module received and returned hidden states with a vector for each token."""
+        """Return whether a module's input and output both contain one vector per token."""
         if (call := self._calls.get(module_path)) is None or (x := call.hidden_states) is None:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def iter_layer_and_child_paths(self) -> Iterator[tuple[str, str]]:
-        """Yield each child module that a layer may call, as (path of the layer, path within the layer)."""
+        """Yield the child modules that a layer may call, each as (layer path, path within the layer)."""
         for outer in self.paths:
             for name, _ in _iter_children_and_list_members(self._model.get_submodule(outer)):
                 yield outer, name
 
     def find_token_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield each module that may mix information between tokens, as (path of its layer, path within the layer)."""
+        """Yield the modules that may mix information between tokens, each as (layer path, path within the layer)."""
         for outer in self.paths:
             for name, child in _iter_children_and_list_members(self._model.get_submodule(outer)):
                 is_token_wise = is_linear_or_conv1d(child) or get_norm_kind(child) is not None or is_elementwise(child)
@@ -407,7 +404,7 @@ class LayerListTrace:
         return False
 
     def iter_per_token_arg_paths(self) -> Iterator[str]:
-        """Yield module arguments that contain a vector for each token, except the hidden states."""
+        """Yield the paths of module arguments with one vector per token, except the hidden states."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._get_non_hidden_state_arguments(path).items():
@@ -415,7 +412,7 @@ class LayerListTrace:
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
     def _get_non_hidden_state_arguments(self, module_path: str) -> dict[str, Any]:
-        """Return the arguments of a module's first call by name, without the hidden states."""
+        """Return the arguments of a module's first call by name, except the hidden states."""
         if (call := self._calls.get(module_path)) is None:
             return {}
         names = inspect.signature(self._model.get_submodule(module_path).forward).parameters
@@ -424,7 +421,7 @@ class LayerListTrace:
 
 
 def _iter_children_and_list_members(module: nn.Module, path_prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each child of a module with its name, and the members of a module list instead of the list."""
+    """Yield a module's children, with module lists and dicts replaced by their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iter_children_and_list_members(child, f"{path_prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Finds the lists of layers in a model, and how to run them with pipeline and sequence parallelism.
+"""Finds a model's lists of layers, and the settings with which they run in pipeline and sequence parallelism.
 
 Pipeline stages and sequence parallelism need hints, such as the modules that run on every stage. Traced forward passes
 yield candidates for these hints. The first candidate that passes validation is used.
@@ -47,7 +47,7 @@ LayerStacks = Sequence[LayerStack]
 
 
 def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
-    """Return the outermost lists of layers that the model calls in order, such as those of encoder and decoder."""
+    """Find the outermost lists of layers that a model calls in order, such as encoder and decoder layers."""
     model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
@@ -65,12 +65,11 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _has_children_and_parameters(module: nn.Module) -> bool:
-    """Return whether a module has submodules and parameters, as a transformer layer does."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy_cls: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Find the pipeline stages on which the modules outside the layers must run.
+    """Assign modules outside the layers, such as norms and heads, to pipeline stages.
 
     Returns the stacks with these assignments as hints and None, or the unchanged stacks and why validation fails.
     """
@@ -78,7 +77,7 @@ def find_pipeline_hints(reference: ReferenceGradients, policy_cls: type[RolePoli
 
 
 class _PipelineStageAssignmentSearch:
-    """Searches for an assignment of modules to pipeline stages that passes validation on a reduced model."""
+    """Searches for an assignment of modules to pipeline stages that works on a small version of the model."""
 
     def __init__(self, reference: ReferenceGradients, policy_cls: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy_cls, reference.model
@@ -86,7 +85,7 @@ class _PipelineStageAssignmentSearch:
         self._base = instantiate_policy(policy_cls, reference.model).base
 
     def assign_modules_to_stages(self, layer_stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return layer stacks with validated stage assignments, or unchanged stacks and the reason for the failure."""
+        """Assign modules to stages, or return the unchanged layer stacks and why no assignment works."""
         if (missing := self._find_uncalled_layer_path(layer_stacks)) is not None:
             return layer_stacks, f"the layer {missing} is not called for every batch"
         failure = self._validate_stages(layer_stacks)
@@ -131,7 +130,7 @@ class _PipelineStageAssignmentSearch:
                     yield [_replace_pipeline_hints(stack, on_every_stage=everywhere) for stack in way]
 
     def _remove_unneeded_stage_modules(self, stacks: LayerStacks) -> LayerStacks:
-        """Remove from ``on_every_stage`` each module that is not needed to pass validation."""
+        """Remove modules from ``on_every_stage`` if validation passes without them."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
@@ -152,7 +151,7 @@ class _PipelineStageAssignmentSearch:
     def _find_module_paths_before_layers(
         self, layer_sequence: LayerSequence, *, include_module_lists: bool
     ) -> tuple[str, ...]:
-        """Return the paths of modules that run on the first layer's stage but are not part of a layer."""
+        """Find modules outside the layers that run on the first layer's stage, such as embeddings."""
         owners = map_tensors_to_layers(self._model, layer_sequence)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
         paths = [path for path in self._find_module_paths_outside_layers(layer_sequence) if path in first]
@@ -160,7 +159,7 @@ class _PipelineStageAssignmentSearch:
         return tuple(dict.fromkeys(self._strip_base_prefix(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _assign_stages_by_call_order(self, layer_stacks: LayerStacks) -> LayerStacks:
-        """Assign modules to stages in the order of their calls if they were registered in another order."""
+        """Assign modules to stages by call order if they were registered in a different order."""
         chain = self._build_layer_sequence(layer_stacks)
         owners, outside = map_tensors_to_layers(self._model, chain), self._find_module_paths_outside_layers(chain)
         calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths))
@@ -184,7 +183,7 @@ class _PipelineStageAssignmentSearch:
         return out
 
     def _share_first_layer_embeddings(self, layer_stacks: LayerStacks) -> LayerStacks:
-        """Share embeddings that only the first layer has with later layers, such as the position bias of T5."""
+        """Share embeddings that only the first layer has with later layers, such as T5's position bias."""
         names, out = [name for name, _ in self._model.named_modules()], list(layer_stacks)
         for i, stack in enumerate(layer_stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
@@ -196,7 +195,7 @@ class _PipelineStageAssignmentSearch:
         return out
 
     def _add_cross_attention_inputs(self, stacks: LayerStacks) -> LayerStacks:
-        """Record the argument through which a decoder receives the encoder's output for cross-attention."""
+        """Record which argument passes the encoder's output to the decoder's cross-attention."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
@@ -222,7 +221,7 @@ def _record_call_order(reference: ReferenceGradients, module_paths: Iterable[str
 
 
 def _iter_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: nn.Module) -> Iterator[str]:
-    """Yield the paths of embeddings that only the first layer has, and of boolean attributes that mark this layer."""
+    """Yield the paths of embeddings that only the first layer has, and of the flags that mark this layer."""
     others = dict(second_layer.named_modules())
     for path, module in first_layer.named_modules():
         if path not in others:
@@ -236,7 +235,7 @@ def _iter_embeddings_only_in_first_layer(first_layer: nn.Module, second_layer: n
 def _find_cross_attention_input(
     reference: ReferenceGradients, previous_layer_list_path: str, layer_list_path: str
 ) -> tuple[str, str] | None:
-    """Find the module and the argument that pass the output of the encoder layers to the decoder layers."""
+    """Find the module and the argument that pass the encoder's output to the decoder layers."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -282,7 +281,7 @@ HINT_CANDIDATES = (
 
 @dataclass(frozen=True)
 class _SequenceParallelHintCandidates:
-    """Modules inside the layers that may need special treatment under sequence parallelism."""
+    """Modules that may need an exception under sequence parallelism, such as the full sequence."""
 
     mixing: tuple[str, ...]  # children of layers that mix tokens and contain no sharded block
     attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
@@ -291,7 +290,7 @@ class _SequenceParallelHintCandidates:
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
     def make_sequence_hints(self, selected_groups: frozenset[str]) -> SequenceParallelHints:
-        """Return the settings that sequence parallelism needs for the selected groups of modules."""
+        """Create the sequence parallelism settings for the selected groups of modules."""
         gathers = self.mixing if "mixing" in selected_groups else ()
         around = _remove_duplicates(
             name for part in ("attentions", "containers") if part in selected_groups for name in getattr(self, part)
@@ -304,7 +303,7 @@ class _SequenceParallelHintCandidates:
 def find_sequence_parallel_hints(
     reference: ReferenceGradients, policy_cls: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find the modules that need special treatment under sequence parallelism.
+    """Find modules that need an exception under sequence parallelism, such as the full sequence.
 
     Returns the stacks with these modules as hints and None, or the unchanged stacks and why validation fails.
 

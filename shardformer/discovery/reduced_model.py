@@ -1,4 +1,4 @@
-"""Builds a reduced model, which has the same classes but a small config, to derive and validate policies in seconds.
+"""Builds small versions of models, on which sharding policies are derived and validated in seconds.
 
 A reduced model also shows which input tokens affect the outputs, for example if packed documents are separated.
 """
@@ -46,7 +46,7 @@ OPERATIONS = 16  # number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """The loss and the gradients of an unsharded model for one batch, as a reference for sharded models."""
+    """Loss and gradients of an unsharded model for one batch, to compare with those of sharded models."""
 
     model: nn.Module
     forward_fn: Forward
@@ -58,12 +58,12 @@ class ReferenceGradients:
 
     @cached_property
     def gradient_tolerances(self) -> dict[str, float]:
-        """The largest difference of each parameter's gradient that still counts as a rounding error."""
+        """Largest difference that counts as a rounding error, for the gradient of each parameter."""
         return compute_gradient_tolerances(self.gradients)
 
     @cached_property
     def fp32_tolerances(self) -> dict[str, float]:
-        """The tolerance of each gradient for models that compute in fp32 internally.
+        """Tolerances of the gradients for models that compute in fp32 internally.
 
         The rounding error depends on cancellation, because the gradient of a scale is a sum over all tokens and may
         be much smaller than its terms. It is therefore measured by changing each weight by an fp32 rounding error.
@@ -80,7 +80,7 @@ class ReferenceGradients:
         return {name: min(x, most) for name, x in measured.items()}  # excludes a router that selects another expert
 
     def is_within_tolerance(self, param_name: str, grad_difference: float) -> bool:
-        """Return whether a difference in the gradient of the parameter ``param_name`` may be a rounding error."""
+        """Return whether rounding may explain the difference in a parameter's gradient."""
         return grad_difference <= self.gradient_tolerances[param_name] or grad_difference <= self.fp32_tolerances.get(
             param_name, 0.0
         )
@@ -106,7 +106,7 @@ class ReferenceGradients:
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest difference of each parameter's gradient that still counts as a rounding error."""
+    """Compute the largest difference that counts as a rounding error, for the gradient of each parameter."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -118,7 +118,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def copy_with_shared_weights(model: nn.Module) -> nn.Module:
-    """Copy a model so that the copy shares the parameter values with the original but has its own gradients."""
+    """Copy a model so that the copy shares the parameter values but has its own gradients."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
     }
@@ -126,7 +126,7 @@ def copy_with_shared_weights(model: nn.Module) -> nn.Module:
 
 
 def compute_loss_from_all_outputs(model_output: Any, *, equal_sample_weights: bool = False) -> Tensor:
-    """Compute a test loss that depends on all outputs of a model: the sum of their weighted mean squares.
+    """Compute a test loss that depends on all outputs of a model.
 
     Args:
         equal_sample_weights: whether all samples have equal weights.
@@ -163,7 +163,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_patched_forward_methods(reduced_model: nn.Module, model: nn.Module) -> None:
-    """Copy the `forward` methods that the user replaced in ``model`` to a reduced model.
+    """Copy the user's replacements of `forward` methods from ``model`` to its small version.
 
     Raises:
         ValueError: if the reduced model lacks the module, or if the method is not bound to its module, because it would
@@ -175,12 +175,15 @@ def copy_patched_forward_methods(reduced_model: nn.Module, model: nn.Module) -> 
             continue
         method = vars(module)["forward"]
         if not (inspect.ismethod(method) and method.__self__ is module):
-            raise ValueError(f"The forward method of {path} is not bound to its module. Bind it with types.MethodType.")
+            raise ValueError(
+                f"The replaced forward method of {path} is not bound to this module, so it cannot be copied. "
+                "Bind it with types.MethodType(function, module)."
+            )
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_patched_forward_methods(model).keys() - _count_patched_forward_methods(reduced_model).keys():
         path = next(iter(missing))[0]
-        raise ValueError(f"The forward method of {path} was replaced, but the reduced model lacks this module.")
+        raise ValueError(f"The forward method of {path} was replaced, but a small version of the model lacks {path}.")
 
 
 def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]:
@@ -190,7 +193,7 @@ def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]
 
 @contextmanager
 def check_original_weights_not_read(original_model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if a copied model reads a weight or buffer of the original ``original_model`` in this context.
+    """Raise ValueError if a copied model uses weights or buffers of the original model in this context.
 
     This happens if a replaced `forward` or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
@@ -207,11 +210,14 @@ def check_original_weights_not_read(original_model: nn.Module) -> Iterator[None]
         raise ValueError(_NOT_INDEPENDENT)
 
 
-_NOT_INDEPENDENT = "A replaced forward method or a hook of the copied model runs modules of the original model."
+_NOT_INDEPENDENT = (
+    "A replaced forward method or a hook refers to modules of the original model, so a copy of the model cannot run. "
+    "Use the module argument instead."
+)
 
 
 class _WeightReadDetector(TorchDispatchMode):
-    """A dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``watched_model``."""
+    """Dispatch mode that raises RuntimeError if an operation reads a weight or buffer of ``watched_model``."""
 
     def __init__(self, watched_model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -233,7 +239,7 @@ class _WeightReadDetector(TorchDispatchMode):
 
 
 def make_validation_cache_key(model: nn.Module) -> Hashable | None:
-    """Return a key to cache validation results of a model, or None if the model has no config or runs user code."""
+    """Return a cache key for validation results, or None for a model with user code or without a config."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(has_library_forward, model.modules())):
         return None
@@ -251,7 +257,7 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 @dataclass(frozen=True)
 class MediaForwardPass:
-    """A forward pass of a reduced model with additional inputs, such as images or audio."""
+    """A forward pass with images or audio, for a small version of a model."""
 
     forward_fn: Forward
     input_names: tuple[str, ...]  # names of the additional inputs
@@ -268,20 +274,20 @@ class ReducedModel:
     untried_inputs: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
     def compute_reference_gradients(self, forward_fn: Forward | None = None) -> ReferenceGradients:
-        """Compute the loss and gradients for all example batches, or for ``forward_fn`` instead of the first batch."""
+        """Compute the loss and gradients of each example batch. ``forward_fn`` replaces the first batch."""
         return replace(
             ReferenceGradients.from_model(self.model, forward_fn or self.forward_fn),
             further_batches=self.compute_media_gradients(),
         )
 
     def compute_media_gradients(self) -> tuple[ReferenceGradients, ...]:
-        """Compute the loss and the gradients for each further example batch."""
+        """Compute the loss and gradients of each example batch with images or audio."""
         return tuple(
             ReferenceGradients.from_model(self.model, further.forward_fn) for further in self.media_forward_passes
         )
 
     def get_unvalidated_input_reasons(self, media_failure: str | None) -> dict[str, str]:
-        """Return a dict from the name of each unvalidated input to the reason why it was not validated.
+        """Return the reason why each unvalidated input could not be validated, by input name.
 
         Args:
             media_failure: why the calls with additional inputs failed, or None if they passed.
@@ -295,14 +301,13 @@ class ReducedModel:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples in the example batch."""
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
 def reduce_model(
     model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, with_media_tokens: bool = False
 ) -> ReducedModel:
-    """Build a small model of the same class that can be trained on the CPU, in fp64 if possible.
+    """Build a small version of a model that can be trained on the CPU, in fp64 if possible.
 
     Args:
         batch: keyword arguments of `forward`, or None to generate them.
@@ -322,7 +327,7 @@ def reduce_model(
             reduced = _build_on_cpu(make, dtype)
             if make not in copies:
                 if count := len(find_layer_kinds(model) - find_layer_kinds(reduced)):
-                    raise ValueError(f"The reduced model lacks {count} of the layer types of the full model.")
+                    raise ValueError(f"{count} layer types of the model are missing in a small version of the model.")
                 copy_patched_forward_methods(reduced, model)
             with check_original_weights_not_read(model):
                 run, batch_used = _find_trainable_batch(reduced, batch, with_media_tokens=with_media_tokens)
@@ -340,9 +345,8 @@ def reduce_model(
             problems.append(_format_short_error(error))
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
-        f"Cannot build and run a smaller {type(model).__name__} for validation: {found}.",
-        remedy="Write a policy (docs/policies.md), pass an example batch to derive_policy, or derive the policy from a "
-        f"config with at most {SMALL_NUMEL:,} parameters.",
+        f"Cannot build and run a small version of {type(model).__name__} to derive or validate a policy: {found}.",
+        remedy="Write a policy (docs/policies.md), or pass an example batch to derive_policy(model, batch).",
     )
 
 
@@ -356,7 +360,7 @@ def _get_model_copy_fns(model: nn.Module) -> list[Callable[[], nn.Module]]:
 
 
 def copy_as_reduced_model(model: nn.Module) -> ReducedModel:
-    """Copy a small model without its hooks, and find an example batch on which the copy can be trained on the CPU.
+    """Copy a small model without its hooks, and find an example batch to train the copy on the CPU.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
@@ -372,13 +376,14 @@ def copy_as_reduced_model(model: nn.Module) -> ReducedModel:
         except Exception as error:  # user code may raise anything
             problem = f"{type(error).__name__}: {get_first_message_line(error)[:160]}"
     raise PolicyError(
-        f"Cannot run a copy of {type(model).__name__} to validate the policy: {problem}.",
-        remedy="Call shardformer.verify.verification.verify(make_model, batches, tensor=2, policy=...) instead.",
+        f"Cannot run a copy of {type(model).__name__} to validate its policy: {problem}.",
+        remedy="To validate the policy, call "
+        "shardformer.verify.verification.verify(make_model, batches, tensor=2, policy=...).",
     )
 
 
 def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
-    """Build a reduced model of the same class, or copy the model if no reduced model can be built.
+    """Build a small version of a model, or copy the model if that is not possible.
 
     Raises:
         PolicyError: if neither is possible.
@@ -391,9 +396,10 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         return copy_as_reduced_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"Cannot shrink or copy {type(model).__name__} to validate the policy: {problem}; {error.what}.",
-            remedy="Let the constructor take only a config and store it as self.config, or add default values to all "
-            "arguments of forward except the tokens or features.",
+            f"Cannot run a small version or a copy of {type(model).__name__} to validate how it is sharded: {problem}; "
+            f"{error.what}.",
+            remedy="Change the model's constructor to take only a config and store it as self.config, or give default "
+            "values to all arguments of forward except the input tokens or features.",
         ) from None
 
 
@@ -431,12 +437,12 @@ def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.
         model = _match_image_and_text_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"The reduced model has {numel:,} parameters, but the limit is {SMALL_NUMEL:,}.")
+        raise ValueError(f"A small version of the model has {numel:,} parameters, more than {SMALL_NUMEL:,}.")
     return model
 
 
 def _match_image_and_text_widths(model: nn.Module, small_config: PreTrainedConfig) -> nn.Module:
-    """Rebuild a multimodal model so that its image features are as wide as its text embeddings, if possible."""
+    """Rebuild a multimodal model so that its image features match the size of its text embeddings, if possible."""
     made = dict(example_inputs.iter_inputs_for_known_arguments(model))
     if width := example_inputs.get_image_feature_dim(model, made):
         for path, value in iter_int_fields(small_config):
@@ -459,7 +465,7 @@ def _find_trainable_batch(
     with_media_tokens: bool = False,
     allow_guessed_inputs: bool = False,
 ) -> tuple[Forward, Mapping[str, Tensor]]:
-    """Find the first batch on which the reduced model can be trained; return its forward pass and the batch.
+    """Find the first batch on which the model can be trained, and return its forward function and the batch.
 
     The batch contains labels if possible. The model is set to training mode if it trains deterministically.
     """
@@ -491,7 +497,7 @@ def _find_trainable_batch(
 def _iter_example_batches(
     reduced_model: nn.Module, *, with_media_tokens: bool, allow_guessed_inputs: bool = False
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Yield example batches for the reduced model, with guessed inputs last.
+    """Yield example batches for a model, with guessed inputs last.
 
     Args:
         with_media_tokens: whether batches with images or audio in the text come before batches with text only.
@@ -515,7 +521,7 @@ def _iter_example_batches(
 
 
 def find_accepted_example_batch(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the first example batch that a model accepts, including labels if the model then returns a loss.
+    """Return the first example batch that a model accepts, with labels if they make the model return a loss.
 
     Raises the error of the first batch if the model accepts none.
     """
@@ -536,7 +542,7 @@ def find_accepted_example_batch(model: nn.Module) -> Mapping[str, Tensor]:
 def _iter_media_forward_passes(
     reduced_model: nn.Module, text_batch: Mapping[str, Tensor]
 ) -> Iterator[MediaForwardPass]:
-    """Yield a forward pass with images or audio if the reduced model accepts them and ``text_batch`` has none."""
+    """Yield a forward pass with images or audio if the model accepts them and ``text_batch`` has none."""
     made = dict(example_inputs.iter_inputs_for_known_arguments(reduced_model))
     for inputs in (*example_inputs.iter_batches_with_media_tokens(reduced_model, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
@@ -591,7 +597,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokensAffectingPrediction:
-    """The input tokens on which a language model's prediction of a label depends.
+    """Input tokens that affect how a language model predicts a label.
 
     Args:
         depends_on_label: Whether the label token or later tokens change the prediction.
@@ -605,7 +611,7 @@ class TokensAffectingPrediction:
 
 
 def measure_label_dependence(model: PreTrainedModel) -> TokensAffectingPrediction | None:
-    """Measure which input tokens affect the prediction of a label, or return None if the model cannot be measured.
+    """Measure which input tokens affect the prediction of a label, or return None if the model does not run.
 
     The measurement uses a copy of the model, or a reduced model if the model is large.
     """
@@ -621,7 +627,7 @@ def measure_label_dependence(model: PreTrainedModel) -> TokensAffectingPredictio
 def check_packing_support(
     model: PreTrainedModel, option_name: str = "data.packing = true", remedy: str = "Remove data.packing"
 ) -> None:
-    """Raise ConfigError if a model attends across documents that are packed into one row.
+    """Raise ConfigError if a model lets documents attend to each other when they are packed into one row.
 
     The documents are separated by restarting ``position_ids``. The output of a packed document is compared with that of
     the document alone, on a copy of the model or a reduced model. Communicates nothing, and keeps the random state.
@@ -637,8 +643,8 @@ def check_packing_support(
             is_separated, reason = False, f"does not accept packed documents: {get_first_message_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option_name} requires a model that separates packed documents by their position_ids, but "
-            f"{type(model).__name__} {reason}.",
+            f"{option_name} is not supported for {type(model).__name__}, because this model {reason}.",
+            rule="Packing requires a model that uses position_ids to separate the documents in a row.",
             remedy=remedy,
         )
 
@@ -656,7 +662,7 @@ def _are_packed_documents_isolated(model: nn.Module, input_ids_BS: Tensor) -> bo
 
 
 def _make_small_model_and_token_ids(model: PreTrainedModel) -> tuple[nn.Module, Tensor]:
-    """Return a copy of the model on the CPU (or a reduced model if it is large), and a sequence of input tokens."""
+    """Return a CPU copy or a small version of a model, and a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]

@@ -1,4 +1,4 @@
-"""Shrinks a model config: keeps one layer of each kind, and makes all sizes small and mostly different."""
+"""Shrinks a model config to one layer of each kind and to small, mostly different sizes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ LayerKind = frozenset[tuple[str, str]]
 
 
 def get_layer_kind(layer: nn.Module) -> LayerKind:
-    """Return a key that is equal for layers with the same modules: the path and class name of each."""
+    """Return the paths and classes of a layer's modules, which are equal for layers of the same kind."""
     return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
 
 
 def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
-    """Return the kinds of layers that occur in the module lists of a model."""
+    """Return the kinds of layers in the module lists of a model."""
     return frozenset(
         get_layer_kind(layer) for layers in _find_module_lists(model).values() for layer in layers.children()
     )
 
 
 def get_num_layers_to_keep(model: nn.Module) -> int:
-    """Return how many of the first layers a reduced model must keep to have a layer of each kind.
+    """Return how many layers a small version of a model must keep to include each kind of layer.
 
     Returns 0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
     """
@@ -60,7 +60,7 @@ def get_num_layers_to_keep(model: nn.Module) -> int:
 
 
 def count_first_layers_covering_all_kinds(model: nn.Module) -> int:
-    """Return the smallest n for which the first n layers of a model include every kind of layer."""
+    """Return how many of the first layers are needed to include every kind of layer."""
     needed = 0
     for layers in _find_module_lists(model).values():
         kinds = [get_layer_kind(layer) for layer in layers.children()]
@@ -79,7 +79,7 @@ def reduce_num_layers(
     num_first_layers: int,
     num_layers_per_kind: int,
 ) -> PreTrainedConfig:
-    """Return a config with only the first ``num_first_layers`` layers and the first layers of each kind.
+    """Reduce a config to its first ``num_first_layers`` layers and the first layers of each kind.
 
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
     layers share weights, one more layer of each kind is kept.
@@ -98,7 +98,7 @@ def reduce_num_layers(
         )
 
     def is_num_stages_field(field_path: Path, field_value: int, reduced_config: PreTrainedConfig) -> bool:
-        """Return whether a config field is the number of stages instead of the number of layers."""
+        """Return whether a config field is the number of stages, and not the number of layers."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == field_path[:-1])
         is_candidate = field_path in dict(iter_int_fields(config)) and any(
             len(values) == field_value for values in neighbors
@@ -145,7 +145,7 @@ def reduce_image_sizes(config: PreTrainedConfig) -> None:
 
 
 def reduce_mrope_sections(config: PreTrainedConfig, original_model: nn.Module) -> None:
-    """Shrink the multimodal rotary sections (``mrope_section``) of a config to its head dim, in place.
+    """Adapt the multimodal rotary sections (``mrope_section``) of a config to its small head dim, in place.
 
     The sections are the numbers of features of a head that are rotated by time, height and width. They are read from
     the modules of ``original_model``, the original model, because some configs lack them.
@@ -165,7 +165,7 @@ def reduce_mrope_sections(config: PreTrainedConfig, original_model: nn.Module) -
 
 
 def _get_module_list_lengths(model: nn.Module) -> dict[str, int]:
-    """Return the number of layers in each module list of a model, except lists of embeddings or heads."""
+    """Return the number of layers in each list of layers, without lists of embeddings or heads."""
     lists = {p: [*m.children()] for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
@@ -173,7 +173,7 @@ def _get_module_list_lengths(model: nn.Module) -> dict[str, int]:
 def _remove_layers_from_config(
     config: PreTrainedConfig, field_path: Path, num_layers: int, num_first_layers: int, num_layers_per_kind: int
 ) -> PreTrainedConfig:
-    """Return a copy of a config with fewer layers, and shorten each list in it that has one entry per layer."""
+    """Copy a config with fewer layers, and shorten each list that has one entry per layer."""
     few = copy.deepcopy(config)
     place, field = get_sub_config(few, field_path[:-1]), field_path[-1]
     fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
@@ -207,7 +207,7 @@ def _are_consecutive_integers(values: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReducedModelSizes:
-    """The sizes of a reduced model. Most of them are not divisible by four, to test uneven sharding."""
+    """Sizes for a small model. Most of them are not divisible by four, to test uneven sharding."""
 
     num_heads: int = 6  # head count of a config that has only one
     fewer_heads: int = 2  # another head count that divides ``heads``
@@ -242,7 +242,7 @@ FEWER_CHANNELS = 4
 
 
 class ConfigShrinker:
-    """Makes small configs for a model, after measuring the sizes that each config field controls."""
+    """Creates small configs for a model, after measuring which sizes each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.make = model, config_fields.make_meta_model_builder(type(model))
@@ -268,7 +268,7 @@ class ConfigShrinker:
             return 0
 
     def make_small_config(self, *, even: bool = False, layers: int = 0, recompute_derived: bool = False) -> Any:
-        """Return a config with few layers and small sizes. Head counts that divide each other still do.
+        """Create a config with few layers and small sizes, in which head counts still divide each other.
 
         Args:
             even: whether to use the sizes ``EVEN`` instead of ``ODD``.
@@ -310,13 +310,13 @@ class ConfigShrinker:
 
 
 def _find_unset_media_token_fields(config: PreTrainedConfig) -> list[Path]:
-    """Return the config fields for image and audio token ids that are None until the tokenizer sets them."""
+    """Return the config fields for image and audio token ids that are still None."""
     fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
     return [(name,) for name, value in fields if value is None]
 
 
 def shrink_config(config: PreTrainedConfig, **shrink_options: Any) -> PreTrainedConfig:
-    """Return a small version of a transformers config that keeps one layer of each kind.
+    """Create a small version of a transformers config that keeps one layer of each kind.
 
     Args:
         shrink_options: options of ``ConfigShrinker.make_small_config``.
@@ -326,7 +326,7 @@ def shrink_config(config: PreTrainedConfig, **shrink_options: Any) -> PreTrained
 
 
 def build_meta_model(config: PreTrainedConfig) -> nn.Module:
-    """Build the model class that a transformers config lists first, or its base model, on the meta device.
+    """Build a config's first architecture, or else its base model, on the meta device.
 
     Raises:
         PolicyError: if ``config`` is not a config or its model cannot be built.
@@ -335,7 +335,7 @@ def build_meta_model(config: PreTrainedConfig) -> nn.Module:
     if not hasattr(config, "model_type"):
         raise PolicyError(
             f"derive_policy expects a model or a transformers config, but got {config!r:.80}.",
-            remedy="Pass the model instead.",
+            remedy="Pass the model that you want to shard.",
         )
     name = get_first_architecture(config)
     make: Any = find_transformers_model_class(name) or transformers.AutoModel.from_config
@@ -346,20 +346,20 @@ def build_meta_model(config: PreTrainedConfig) -> nn.Module:
         architecture = name or config.model_type
         raise PolicyError(
             f"{architecture} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
-            remedy="Fix the config, or pass the model instead.",
+            remedy="Fix the config, or pass a model instead of the config.",
         ) from error
     return model
 
 
 def get_first_architecture(config: PreTrainedConfig) -> str:
-    """Return the class name of the first architecture that a config lists, or an empty string if it lists none."""
+    """Return the class name of a config's first architecture, or an empty string if it lists none."""
     named = getattr(config, "architectures", None) or []
     first = named if isinstance(named, str) else next(iter(named), "") if isinstance(named, list | tuple) else ""
     return first if isinstance(first, str) else ""
 
 
 def find_transformers_model_class(class_name: str) -> type[nn.Module] | None:
-    """Return the transformers model class with this name, or None if transformers has no such class."""
+    """Return the transformers model class called ``class_name``, or None if there is no such class."""
     transformers = import_transformers()
     found = getattr(transformers, class_name, None) if class_name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
@@ -369,7 +369,7 @@ def find_transformers_model_class(class_name: str) -> type[nn.Module] | None:
 def recompute_derived_config_fields(
     small_config: PreTrainedConfig, kept_field_names: Collection[str]
 ) -> PreTrainedConfig:
-    """Construct a config again so that its class recomputes all derived fields except ``kept_field_names``."""
+    """Recreate a config so that its class recomputes derived fields, except those in ``kept_field_names``."""
     default, now, assigned = vars(type(small_config)()), vars(small_config), {}
     for field in (field for field in dataclasses.fields(small_config) if field.init):
         name = small_config.attribute_map.get(field.name, field.name)
@@ -393,7 +393,7 @@ MIN_UNAMBIGUOUS = 32  # smaller numbers may be equal by chance
 def filter_fields_of_same_config(
     field: IntConfigField, candidate_fields: Sequence[IntConfigField]
 ) -> list[IntConfigField]:
-    """Return the fields in ``candidate_fields`` that are in the same config or nested config as ``field``."""
+    """Return the candidate fields that belong to the same config or nested config as ``field``."""
     return [other for other in candidate_fields if other.path[:-1] == field.path[:-1]]
 
 
@@ -402,7 +402,7 @@ def choose_reduced_field_values(
     field_meanings: Mapping[Path, ConfigFieldMeaning],
     target_sizes: ReducedModelSizes,
 ) -> dict[Path, int]:
-    """Return a small value for each config field that can be reduced, by the path of the field."""
+    """Choose a small value for each config field that can be reduced, by the path of the field."""
     small: dict[Path, int] = {}
     of = {
         kind: [field for field in all_fields if field_meanings.get(field.path) is kind] for kind in ConfigFieldMeaning
@@ -452,7 +452,7 @@ def choose_reduced_field_values(
 def _choose_small_hidden_size(
     field: IntConfigField, all_fields: Sequence[IntConfigField], target_sizes: ReducedModelSizes
 ) -> int:
-    """Return a small hidden size that is above, equal to or below the main one, as in the original config."""
+    """Choose a small hidden size that is larger or smaller than the main one if the original is."""
     matrices: dict[int, set[str]] = {}
     for other in filter_fields_of_same_config(field, all_fields):
         matrices.setdefault(other.value, set()).update(other.get_dependent_matrix_names())
@@ -461,7 +461,7 @@ def _choose_small_hidden_size(
 
 
 def _count_parts_per_head(field: IntConfigField, sibling_fields: Sequence[IntConfigField]) -> int:
-    """Return how many parts a head dim consists of, such as rotary and non-rotary features."""
+    """Count the parts of a head dim, such as rotary and non-rotary features."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(sibling_fields, 2)):
         return 2
     part = next(
@@ -476,7 +476,7 @@ def _choose_small_attention_width(
     field_meanings: Mapping[Path, ConfigFieldMeaning],
     reduced_values: Mapping[Path, int],
 ) -> int | None:
-    """Return a small value for a field that equals the head count times the head dim, or None for other fields."""
+    """Choose a small value for a field that equals head count times head dim, or return None for other fields."""
     for heads, dim in product(sibling_fields, sibling_fields):
         if (
             field_meanings.get(heads.path) is ConfigFieldMeaning.HEADS
@@ -495,7 +495,7 @@ def _iter_head_dims_from_hidden_sizes(
     fields_by_meaning: Mapping[ConfigFieldMeaning, Sequence[IntConfigField]],
     reduced_values: Mapping[Path, int],
 ) -> Iterator[tuple[Path, int]]:
-    """Yield a path and a small value for each field that equals a hidden size divided by a head count."""
+    """Yield small values for fields that equal a hidden size divided by a head count."""
     widths = {
         (field.path[:-1], int(times * field.value)): int(times * reduced_values[field.path])
         for field in fields_by_meaning[ConfigFieldMeaning.HIDDEN]
@@ -513,7 +513,7 @@ def _infer_values_of_equal_fields(
     field_meanings: Mapping[Path, ConfigFieldMeaning],
     reduced_values: Mapping[Path, int],
 ) -> dict[Path, int]:
-    """Return small values for fields of unknown meaning that have the same value as a field of known meaning.
+    """Choose small values for fields of unknown meaning that equal a field of known meaning.
 
     The known field must belong to the same config, or its value must be too large to be equal by chance.
     """
@@ -538,7 +538,7 @@ def _infer_values_of_equal_fields(
 
 
 def _choose_small_head_counts(head_counts: set[int], target_sizes: ReducedModelSizes) -> dict[int, int]:
-    """Choose a small value for each head count, and preserve which counts divide each other."""
+    """Choose small head counts that divide each other as the original head counts do."""
     ordered = sorted(head_counts)
     small = dict.fromkeys(ordered, target_sizes.num_heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

@@ -1,4 +1,4 @@
-"""Checks policies that users write, and registered policies of models that contain user code.
+"""Validates policies that users write, and registered policies of models that contain user code.
 
 A copy of the model is sharded and trained before the model itself is sharded.
 """
@@ -56,7 +56,7 @@ OF_EXPERTS = "List the weights that read the input in `up` and the last one in `
 def suggest_policy_fix(
     policy: Policy, role: Role | str | None, reduced: ReducedModel, failing_module_path: str | None
 ) -> str:
-    """Return advice on how to correct a policy whose sharded model computes different results."""
+    """Suggest how to correct a policy whose sharded model computes different results."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
         unlisted = _describe_missing_local_attrs(policy, role, reduced)
@@ -79,7 +79,7 @@ def suggest_policy_fix(
 
 
 def _describe_missing_local_attrs(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List attributes of an attention module that probably hold its head count but are missing in ``local_attrs``."""
+    """List attributes that are probably head counts of an attention module but are missing in ``local_attrs``."""
     numbers = trace_forward(reduced.model, reduced.forward_fn).accessed_int_attributes
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
@@ -99,7 +99,7 @@ TRIAL_RANKS = 2
 
 
 def check_registered_policy(model: nn.Module, policy: Policy) -> None:
-    """Validate a registered policy on a reduced model if layers of the model contain the user's own code.
+    """Validate a registered policy on a small version of the model if the model's layers contain user code.
 
     If validation with sequence parallelism fails, this sets ``policy.no_sequence_parallel``. A model that runs only
     library code is not validated. No communication.
@@ -120,16 +120,16 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if failure is not None:
         raise PolicyError(
-            f"{type(policy).__name__} does not match your code in {path} ({type(module).__name__}): {failure}.",
-            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the "
-            "original class of transformers or timm.",
+            f"The registered {type(policy).__name__} does not match your code in {path} ({type(module).__name__}): "
+            f"{failure}.",
+            remedy="Pass policy=shardformer.derive_policy(model), or write a policy for your code (docs/policies.md).",
         )
 
 
 def _validate_registered_policy(
     model: nn.Module, policy_cls: type[Policy], layer_list_paths: list[str], user_code_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
-    """Validate a policy without and with sequence parallelism, and return the reason for each failure or None."""
+    """Validate a policy without and with sequence parallelism, and return each failure or None."""
     try:
         reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_code_modules)
@@ -149,7 +149,7 @@ def _validate_registered_policy(
 
 
 def copy_user_code(reduced: nn.Module, user_code_modules: dict[str, nn.Module]) -> None:
-    """Copy the user's replacements of classes and `forward` methods from a model to its reduced model."""
+    """Copy the user's replacements of classes and `forward` methods from a model to its small version."""
     copied = dict(reduced.named_modules())
     for path, module in user_code_modules.items():
         other = copied.get(path)
@@ -163,7 +163,7 @@ def copy_user_code(reduced: nn.Module, user_code_modules: dict[str, nn.Module]) 
 
 
 def _describe_user_code(user_code_modules: dict[str, nn.Module]) -> set[str]:
-    """Return a description of each module with user code: its class, and the function that replaced `forward`."""
+    """Describe each module with user code by its class and the function that replaced `forward`."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
         for m in user_code_modules.values()
@@ -181,7 +181,7 @@ MAX_TRIAL_NUMEL = 100_000_000
 
 @dataclass(frozen=True)
 class PolicyValidationFailure:
-    """The reason why a policy failed validation and, if known, the failing module and a remedy."""
+    """Reason why a policy failed validation, with the failing module and a remedy if they are known."""
 
     problem: str
     module_path: str | None = None
@@ -245,7 +245,7 @@ def _is_builtin_policy(plan: ShardingPlan, policy: Policy) -> bool:
 
 def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_size: int) -> PolicyError | None:
     if code := next(_iter_user_code_in_policy(plan, policy), None):
-        raise _ValidationImpossibleError(f"The policy contains user code: {code}.")
+        raise _ValidationImpossibleError(f"The policy contains user code, which may change the results: {code}.")
     try:
         with (
             torch.inference_mode(False),
@@ -260,22 +260,22 @@ def _validate_on_model_copy(plan: ShardingPlan, policy: Policy, tensor_parallel_
 
 
 def _build_trial_model(model: nn.Module, policy: Policy, tensor_parallel_size: int) -> tuple[ReducedModel, int]:
-    """Copy a small model, or reduce a large one. Return it with the number of ranks that validate the policy on it."""
+    """Copy a model or build a small version of it, and choose the number of ranks for validation."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor_parallel_size > MAX_TRIAL_NUMEL:
             raise _ValidationImpossibleError(
-                f"The model has {numel:,} parameters, too many to validate it on {tensor_parallel_size} ranks."
+                f"The model has {numel:,} parameters, too many to train a copy on {tensor_parallel_size} ranks."
             )
         return reduced_model.copy_as_reduced_model(model), tensor_parallel_size
     if not _has_named_head_counts(policy):
         raise _ValidationImpossibleError(
-            "The policy specifies head counts as numbers, so it cannot be validated for a model with more than "
-            f"{SMALL_NUMEL:,} parameters. Specify config fields or attributes instead."
+            f"The model has more than {SMALL_NUMEL:,} parameters, and the head counts in the policy are numbers that "
+            "do not match a small version of the model. Use the names of config fields or attributes instead."
         )
     reduced = reduced_model.reduce_model(model)
     if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _ValidationImpossibleError("The reduced model does not contain the same modules as the full model.")
+        raise _ValidationImpossibleError("A small version of the model does not contain the same modules as the model.")
     return reduced, min(tensor_parallel_size, MAX_TRIAL_RANKS)
 
 
@@ -288,7 +288,7 @@ def _has_named_head_counts(policy: Policy) -> bool:
 
 
 def _iter_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
-    """Yield a description of each part of a policy that may change the model intentionally, such as a user's class."""
+    """Yield descriptions of user code in a policy that may change a model's results intentionally."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
     yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
@@ -298,7 +298,7 @@ def _iter_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[st
 
 
 class _LowPrecisionDetector(TorchDispatchMode):
-    """Detects computation in low precision, because its rounding would hide differences between ranks."""
+    """Detects low-precision operations, whose rounding errors would hide sharding errors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -343,13 +343,13 @@ class _PolicyValidator:
         if low_precision.seen is not None:
             dtype = low_precision.seen
             raise _ValidationImpossibleError(
-                f"The model computes in {dtype} internally, so rounding errors would hide differences."
+                f"The model computes in {dtype} internally, so rounding errors would hide errors of the policy."
             )
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
     def find_policy_error(self) -> PolicyError | None:
-        """Return an error that describes how the sharded copy differs from the model, or None if it does not.
+        """Return an error if the sharded copy computes different results than the model, and otherwise None.
 
         The error names the role of the policy that causes the difference, if it is known.
         """
@@ -358,14 +358,14 @@ class _PolicyValidator:
             return self._find_sequence_parallel_error()
         if self._draws_random_numbers:
             raise _ValidationImpossibleError(
-                "The model draws random numbers, which differ between the shards and the full model."
+                "The model draws random numbers, so the results of a sharded copy differ even if the policy is correct."
             )
         role, fault = next(self._iter_failing_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"The policy does not match the model: sharded by {by}, {model} {fault.problem}.",
+            f"The policy does not match the model: when it is sharded by {by}, {model} {fault.problem}.",
             rule=RULE,
             remedy=(fault.remedy or suggest_policy_fix(self._policy, role, self._reduced, fault.module_path)).rstrip(
                 "."
@@ -374,7 +374,7 @@ class _PolicyValidator:
         )
 
     def _find_sequence_parallel_error(self) -> PolicyError | None:
-        """Return an error if the config enables sequence parallelism, and the policy is correct only without it."""
+        """Return an error if the policy causes different results only with sequence parallelism."""
         if not self._policy.shard_config.enable_sequence_parallelism or self._draws_random_numbers:
             return None
         known_inputs = dict(iter_inputs_for_known_arguments(self._reduced.model))
@@ -385,15 +385,15 @@ class _PolicyValidator:
             return None
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         return PolicyError(
-            f"The policy does not support sequence parallelism: sharded by {name} over {self._tensor} ranks with "
-            f"enable_sequence_parallelism=True, {model} {fault.problem}.",
+            f"The policy does not support sequence parallelism: when it is sharded by {name} over {self._tensor} ranks "
+            f"with enable_sequence_parallelism=True, {model} {fault.problem}.",
             rule=RULE,
             remedy="Describe the linear layers of each attention module and MLP as a block, and modules that need all "
             "tokens in SequenceParallelHints (docs/policies.md). Or set enable_sequence_parallelism=False.",
         )
 
     def _iter_failing_roles(self) -> Iterator[tuple[Role | str, PolicyValidationFailure]]:
-        """Shard one part of the model at a time, and yield each part of the policy that changes the results."""
+        """Shard one attention module, MLP or embedding at a time, and yield those that change the results."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _iter_single_role_policies(self._policy):
@@ -406,7 +406,7 @@ class _PolicyValidator:
     def _find_training_failure(
         self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None
     ) -> PolicyValidationFailure | None:
-        """Train a sharded copy of the model, and return a description of the first error, or None.
+        """Train a sharded copy of the model, and return the first error or None.
 
         A second run with ``expected_outputs`` finds the module at which a difference appears.
         """
@@ -463,7 +463,7 @@ class _PolicyValidator:
 
 
 def _is_forward_random(model: nn.Module, reduced: ReducedModel) -> bool:
-    """Return whether a forward pass of the model changes the random state of torch."""
+    """Return whether a model's forward pass draws random numbers."""
     states: list[Tensor] = []
     model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
@@ -473,7 +473,7 @@ def _is_forward_random(model: nn.Module, reduced: ReducedModel) -> bool:
 
 
 def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
-    """Yield each role of a policy, such as an ``Attention``, and a policy that contains only this role."""
+    """Yield each attention module, MLP or embedding of a policy, with a policy for this module alone."""
 
     def make_single_role_policy(**policy_fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
@@ -512,7 +512,7 @@ def _get_first_tensor(model_output: Any) -> Tensor | None:
 
 
 def _add_comparison_hooks(model: nn.Module, expected_outputs: dict[str, Tensor], mismatched_paths: list[str]) -> None:
-    """Add hooks that append the path of each module with an unexpected output to ``mismatched_paths``."""
+    """Add hooks that append the paths of modules with unexpected outputs to ``mismatched_paths``."""
 
     def compare_output(module_path: str, module_output: Any) -> None:
         x, y = _get_first_tensor(module_output), expected_outputs.get(module_path)

@@ -59,13 +59,13 @@ MAX_ERROR_CHARS = 160  # largest number of characters to quote from the errors o
 
 
 def format_error_with_location(error: BaseException) -> str:
-    """Format an error and its location in user code as one line, for use within a sentence."""
+    """Format an error and its location in user code as one line."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
     return f"{text}{format_user_code_location(error)}"
 
 
 def format_user_code_location(error: BaseException) -> str:
-    """Format the innermost line of user code in a traceback, such as ``, in my_model.py, line 14: `return x` ``."""
+    """Format the line of user code that raised an error, such as ``, in my_model.py, line 14: `return x` ``."""
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library_frame(frame)]
     if not frames:
         return ""
@@ -90,7 +90,7 @@ def summarize_error(error: BaseException) -> str:
 
 
 def format_error_as_clause(error: Exception) -> str:
-    """Return the message of a failed validation as a clause, without a full stop."""
+    """Format the message of a failed validation as a clause, without a full stop."""
     text = get_first_message_line(error)
     return error.what if isinstance(error, ShardFormerError) else text[:1].lower() + text[1:]
 
@@ -103,7 +103,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 def validate_policy(
     reference: ReferenceGradients, policy_cls: type[Policy], num_ranks: int, **shard_config_options: bool
 ) -> str | None:
-    """Train a model sharded with a policy, and return the first difference from unsharded training, or None.
+    """Train a model that a policy shards, and return the first difference from unsharded training or None.
 
     Args:
         shard_config_options: boolean options of ``ShardConfig``.
@@ -119,7 +119,7 @@ def validate_policy(
 def validate_sharding(
     reference: ReferenceGradients, shard_fn: Callable[[nn.Module, ParallelContext], None], **axis_sizes: int
 ) -> str | None:
-    """Train a sharded model on threads as ranks, and return the first difference from unsharded training, or None.
+    """Train a sharded model with threads as ranks, and return its first difference from unsharded training or None.
 
     Args:
         shard_fn: shards the model on one rank.
@@ -155,17 +155,17 @@ def compare_training(reference: ReferenceGradients, sharded_model: nn.Module) ->
     loss = compute_loss_from_all_outputs(reference.forward_fn(sharded_model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
         raise TrainingMismatchError(
-            f"The output differs from that of the unsharded model: the sharded model has a test loss of "
-            f"{loss.item():.6g}, the unsharded model {reference.loss:.6g}."
+            f"The output differs from that of the unsharded model: a test loss is {loss.item():.6g} with sharding and "
+            f"{reference.loss:.6g} without."
         )
     loss.backward()
     specs, coords = get_shard_specs(sharded_model), get_sharding_metadata(sharded_model).coords
     for name, param in sharded_model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
-            found, other = ("a", "none") if expected is None else ("no", "one")
+            found, other = ("sharded", "unsharded") if expected is None else ("unsharded", "sharded")
             raise TrainingMismatchError(
-                f"The parameter {name} has {found} gradient in the sharded model, but {other} in the unsharded model."
+                f"The parameter {name} has a gradient in the {found} model, but not in the {other} model."
             )
         if expected is None or param.grad is None or not expected.numel():
             continue
@@ -183,7 +183,7 @@ def get_layer_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
 
 
 def instantiate_policy(policy_cls: type[RolePolicy], model: nn.Module) -> RolePolicy:
-    """Instantiate a policy class for ``model`` on a single rank."""
+    """Instantiate a policy for ``model`` on a single rank."""
     out = policy_cls()
     out.set_model(model)
     out.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
@@ -191,7 +191,7 @@ def instantiate_policy(policy_cls: type[RolePolicy], model: nn.Module) -> RolePo
 
 
 def build_layer_sequence(model: nn.Module, policy_cls: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """Return the layers of several ``LayerStack`` objects, such as encoder and decoder, in execution order."""
+    """Combine several ``LayerStack`` objects, such as encoder and decoder, in execution order."""
     with_stacks: Any = type(policy_cls.__name__, (policy_cls,), {"stack": tuple(stacks)})
     return instantiate_policy(with_stacks, model).layer_sequence()
 
@@ -199,7 +199,7 @@ def build_layer_sequence(model: nn.Module, policy_cls: type[RolePolicy], stacks:
 def validate_pipeline_stages(
     reference: ReferenceGradients, policy_cls: type[RolePolicy], layer_stacks: Sequence[LayerStack]
 ) -> str | None:
-    """Run a model in two pipeline stages, and return how it differs from the full model, or None.
+    """Run a model as two pipeline stages, and return the first difference from the full model or None.
 
     The stage boundary is placed after the first layer, before the last, halfway, and around the start of each stack.
     """
@@ -252,7 +252,7 @@ def _check_stages_match_full_model(
 
 
 def _check_outputs_match_and_run_backward(reference: ReferenceGradients, last_stage_output: Any) -> None:
-    """Compare the outputs of the last stage with those of the full model, and run the backward passes of both."""
+    """Compare the outputs of the last stage and the full model, and run both backward passes."""
     expected, stage_outputs = (
         _get_float_outputs(reference.forward_fn(reference.model)),
         _get_float_outputs(last_stage_output),
@@ -275,8 +275,8 @@ def _check_gradients_match(model: nn.Module, stage_gradients: Mapping[str, Tenso
     model.zero_grad()
     if expected.keys() != stage_gradients.keys():
         name = sorted(expected.keys() ^ stage_gradients.keys())[0]
-        has_gradient = "with" if name in stage_gradients else "without"
-        raise TrainingMismatchError(f"The parameter {name} has a gradient only {has_gradient} pipeline stages.")
+        found, other = ("pipeline stages", "full model")[:: 1 if name in stage_gradients else -1]
+        raise TrainingMismatchError(f"The parameter {name} has a gradient in the {found}, but not in the {other}.")
     bounds = reduced_model.compute_gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_abs_difference(gradient, stage_gradients[name]) <= bounds[name]:
@@ -291,7 +291,7 @@ def _get_float_outputs(model_output: Any) -> list[Tensor]:
 
 
 def _sum_grads_over_stages(full_model: nn.Module, stage_models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the gradient of each parameter, summed over the pipeline stages that share the parameter."""
+    """Sum the gradients of each parameter over the pipeline stages that share the parameter."""
     first = {id(p): name for name, p in full_model.named_parameters()}
     names = {name: first[id(p)] for name, p in full_model.named_parameters(remove_duplicate=False)}
     sums: dict[str, Tensor] = {}
@@ -304,7 +304,7 @@ def _sum_grads_over_stages(full_model: nn.Module, stage_models: Sequence[nn.Modu
 
 @dataclass(frozen=True)
 class ContextParallelValidationResult:
-    """The result of validating context parallelism on a reduced model."""
+    """Result of validating context parallelism on a small version of a model."""
 
     failure: str | None  # why the sequence cannot be sharded, or None if validation passed
     findings: ContextParallelTrialResult = field(
@@ -319,7 +319,7 @@ _CONTEXT_RESULTS: dict[Hashable, ContextParallelValidationResult] = {}
 def validate_context_parallel(
     model: nn.Module, policy: Policy, context_parallel_sizes: ContextParallelSizes, *, allow_full_attention: bool = True
 ) -> ContextParallelValidationResult:
-    """Validate context parallelism on a reduced model.
+    """Validate context parallelism on a small version of a model.
 
     Results are cached by config. No communication.
 
@@ -348,7 +348,7 @@ def validate_context_parallel(
 def _get_cached_or_validate(
     result_cache: dict[Hashable, Result], cache_key: tuple[Hashable, ...], validate_fn: Callable[[], Result]
 ) -> Result:
-    """Return the cached result of a validation. Run the validation if there is none, or if the model has no key."""
+    """Return the cached result of a validation, or run the validation if no result is cached."""
     with reduced_model.ONE_AT_A_TIME:
         if cache_key not in result_cache:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -427,7 +427,7 @@ def _iter_full_sequence_candidates(
     is_attention_dispatched: bool,
     allow_full_attention: bool,
 ) -> Iterator[ContextParallelTrialResult]:
-    """Yield sets of modules that may need the full sequence under context parallelism, the least expensive first."""
+    """Yield sets of modules that may need the full sequence under context parallelism, cheapest first."""
     if is_attention_dispatched:
         yield ContextParallelTrialResult()
     classes = find_attention_classes(model)
@@ -459,7 +459,7 @@ def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorGridValidationResult:
-    """The result of validating 2D, 2.5D or 3D tensor parallelism on a reduced model."""
+    """Result of validating 2D, 2.5D or 3D tensor parallelism on a small version of a model."""
 
     failure: str | None  # why the model cannot be sharded over the grid, or None if validation passed
     sample_dims: ArgumentSamples = field(default_factory=dict)  # the batch dim of each attention argument, or None
@@ -472,7 +472,7 @@ _GRID_RESULTS: dict[Hashable, TensorGridValidationResult] = {}
 
 
 def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> TensorGridValidationResult:
-    """Validate 2D, 2.5D or 3D tensor parallelism on a reduced model.
+    """Validate 2D, 2.5D or 3D tensor parallelism on a small version of a model.
 
     Axes with more than one rank are validated with two ranks. Results are cached by config. No communication.
 
@@ -519,7 +519,7 @@ def _validate_grid_uncached(
 
 
 def _make_larger_batch_forward_fn(reduced: ReducedModel) -> Forward:
-    """Return a function that runs a forward pass on the example batch plus one sample."""
+    """Return a function that runs the model on the example batch plus one sample."""
     count = reduced.num_samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return make_forward_fn(reduced.model, more)
@@ -528,7 +528,7 @@ def _make_larger_batch_forward_fn(reduced: ReducedModel) -> Forward:
 def _find_argument_batch_dims(
     reduced: ReducedModel, larger_batch_forward_fn: Forward, attention_paths: list[str], layer_list_paths: list[str]
 ) -> ArgumentSamples:
-    """Find the batch dim of each module argument, which is the dim that grows with the number of samples."""
+    """Find the batch dimension of each module argument, by comparing two batch sizes."""
     count = reduced.num_samples
     narrow, wide = (
         _record_argument_shapes(reduced.model, run, attention_paths, layer_list_paths)
@@ -547,7 +547,7 @@ def _find_argument_batch_dims(
 def _record_argument_shapes(
     model: nn.Module, forward_fn: Forward, attention_paths: list[str], layer_list_paths: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run a forward pass, and return the shapes of the tensors that attention modules and first layers receive."""
+    """Record the shapes of the tensors that attention modules and first layers receive in a forward pass."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in layer_list_paths}
     modules = {**layers, **{path: model.get_submodule(path) for path in attention_paths}}

@@ -158,7 +158,7 @@ def test_description_reports_a_missing_policy() -> None:
     def do(context: ParallelContext) -> str:
         return str(shardformer.describe_sharding(shardformer.shard_model(Classifier(), context=context)))
 
-    assert "Cannot build and run a smaller Classifier" in run_as_threads(do, data=2, one_at_a_time=True)[0]
+    assert "Cannot build and run a small version of Classifier" in run_as_threads(do, data=2, one_at_a_time=True)[0]
 
 
 class Wrong(shardformer.policies.RolePolicy):

@@ -196,7 +196,7 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
 
     reference = reduced_model.ReferenceGradients.from_model(ToyLM().double(), lambda model: model(ids))
     assert validation.validate_sharding(reference, shard, tensor=2) == (
-        "the parameter norm.weight has no gradient in the sharded model, but one in the unsharded model"
+        "the parameter norm.weight has a gradient in the unsharded model, but not in the sharded model"
     )
 
 
@@ -287,7 +287,7 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
         (Seeding, ToyPolicy, "The model draws random numbers"),
         (Casting, ToyPolicy, "The model computes in torch.bfloat16 internally"),
         (TwoTensors, ToyPolicy, "Cannot run a copy of TwoTensors"),
-        (ToyLM, Replacing, "The policy contains user code: the method 'layers.0.mlp.act'"),
+        (ToyLM, Replacing, "The policy contains user code, which may change the results: the method 'layers.0."),
     ],
 )
 def test_a_policy_that_cannot_be_validated_is_used_with_a_note(
