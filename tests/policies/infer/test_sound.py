@@ -158,7 +158,9 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
         layer_path="layers.*",
         axis=ParallelContext.from_sizes({"tensor": 2}).tensor,
     )
-    with pytest.raises(PolicyError, match=r"because several fit.*dims=\{'up': 2, 'down': 2\}"):
+    with pytest.raises(
+        PolicyError, match=r"because several dimensions have the same size.*dims=\{'up': 2, 'down': 2\}"
+    ):
         describe(Experts("experts", "up", "down", fused=2))
     parameters = describe(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
