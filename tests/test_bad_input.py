@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
         one_head, {}, ConfigError, ("tensor size of 2", "1 attention heads", "tensor size of at most 1")
     ),
     "more ranks than MLP features": Case(
-        narrow, OWN, ConfigError, ("tensor size of 2", "1 features of layers.*.mlp.fc1", "a tensor size of at most 1")
+        narrow, OWN, ConfigError, ("parallel size of 2", "1 features of layers.*.mlp.fc1", "parallel size of at most 1")
     ),
     "an unknown family": Case(
         unknown,

@@ -1,4 +1,4 @@
-"""Describe how to shard each layer, according to the attention modules and MLPs in a policy."""
+"""Converts the attention modules and MLPs in a policy to descriptions of how each layer is sharded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LayerRoleConverter:
     parallel_classes: ParallelLayerClasses = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Return whether the layer contains the attention module, MLP or experts that the policy describes.
+        """Return whether the layer contains the attention module, MLP or experts that ``role`` describes.
 
         An optional role does not exist if the layer has its module but not its output layer.
         ``check_output_layers_exist`` ensures that at least one layer has the output layer. Raises PolicyError if a
@@ -87,10 +87,9 @@ class LayerRoleConverter:
             features = self.get_num_linear_features(up, return_out_features=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.layer_path}.{up} has {features} output features, but {self.layer_path}.{down} has "
-                    f"{width} input "
-                    "features.",
-                    remedy="Check the paths, or pass fused=2 if the gate and up projections are one linear layer.",
+                    f"The policy describes an MLP in which {self.layer_path}.{up} has {features} output features, but "
+                    f"the next linear layer {self.layer_path}.{down} has {width} input features.",
+                    remedy="Correct the paths, or pass fused=2 if the gate and up projections are one linear layer.",
                 )
         check_enough_features_to_shard(width, self.axis, f"{self.layer_path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
@@ -136,22 +135,22 @@ def check_enough_features_to_shard(num_features: int, axis: Axis, linear_path: s
     """Raise ConfigError if an MLP or expert has too few features for the tensor parallel size."""
     if num_features < axis.size:
         raise ConfigError(
-            f"A tensor size of {axis.size} exceeds the {num_features} features of {linear_path}.",
-            remedy=f"Use a tensor size of at most {num_features}.",
+            f"A tensor parallel size of {axis.size} exceeds the {num_features} features of {linear_path}.",
+            remedy=f"Use a tensor parallel size of at most {num_features}.",
         )
 
 
 def check_output_layers_exist(stack: LayerStack, layer_list_path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if the output layer of an optional attention module or MLP exists in no layer."""
+    """Raise PolicyError if all layers lack the output layer of an optional attention module or MLP."""
     for role in stack.blocks:
         out = get_output_layer_path(role) if role.optional else None
         there = [layer for layer in layers if paths.get_submodule_or_none(layer, role.at) is not None]
         if out is not None and there and all(paths.get_submodule_or_none(layer, out) is None for layer in there):
             at, output = (paths.join_path(layer_list_path, "*", name) for name in (role.at, out))
             raise PolicyError(
-                f"The policy names the output layer {output!r} of {at!r}, but no layer of the model contains it.",
+                f"The policy specifies {output!r} as the output layer of {at!r}, but the model has no such module.",
                 remedy=suggest_similar_names(out, [name for name, _ in there[0].named_modules() if name])
-                + " Check the path, or remove the role.",
+                + f" Correct the path, or remove {role.at!r} from the policy.",
             )
 
 
@@ -190,7 +189,7 @@ class AttentionRoleConverter:
 
     @property
     def num_unshardable_heads(self) -> int | None:
-        """The number of heads if it is too small to shard a stage of a model such as Swin, otherwise None."""
+        """Head count of a stage, such as one in Swin, that has fewer heads than ranks, otherwise None."""
         heads = self._get_head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
@@ -216,9 +215,10 @@ class AttentionRoleConverter:
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         reason = "the model has no config" if owner is None else f"{where} has no such field"
         return PolicyError(
-            f"num_heads={source!r} cannot be resolved, because {reason}.",
-            remedy="Set num_heads to a number, to a field of the config, or to an attribute of the attention module "
-            "with a leading dot. " + (suggest_similar_names(str(source), known) if owner is not None else ""),
+            f"The policy has num_heads={source!r}, but {reason}.",
+            remedy="Set num_heads to a number, a config field such as 'num_attention_heads', or an attribute of the "
+            "attention module such as '.num_heads'. "
+            + (suggest_similar_names(str(source), known) if owner is not None else ""),
         )
 
     def describe_attention_sharding(self) -> ModulePolicyDescription:
@@ -247,7 +247,7 @@ class AttentionRoleConverter:
         return paths.resolve_relative_path(self.role.at, relative_path)
 
     def _get_quantity_counted_by_attr(self, attr_name: str, attr_category: str) -> str:
-        """Return what an entry of ``local_attrs`` counts, such as "heads".
+        """Return the kind of number in an entry of ``local_attrs``, such as "heads".
 
         Raises PolicyError if a module or tensor of the kind ``attr_category`` cannot count that.
         """
@@ -260,7 +260,7 @@ class AttentionRoleConverter:
     def _add_attr_changes_and_get_head_dims(
         self, description: ModulePolicyDescription, kv_projection_kwargs: Mapping[str, Any]
     ) -> dict[str, int]:
-        """Add the changes of head counts and other ``local_attrs`` to the description of an attention module.
+        """Add the local head counts and other ``local_attrs`` to an attention module's description.
 
         Returns argument of `forward` -> its dim that counts heads.
 
@@ -307,10 +307,10 @@ class AttentionRoleConverter:
         owner = paths.get_submodule_or_none(module, attr_name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"The policy lists {attr_name!r} in local_attrs, but "
-            f"{self.layer.layer_path}.{self._resolve_projection_path(attr_name)} does not exist.",
+            f"The local_attrs of the policy contain {attr_name!r}, but the model has no attribute "
+            f"{self.layer.layer_path}.{self._resolve_projection_path(attr_name)}.",
             remedy=suggest_similar_names(attr_name.rpartition(".")[2], known)
-            + " If only some models have this attribute, end its name with '?'.",
+            + " If only some models have this attribute, append '?' to its name.",
         )
 
     def _make_projection_kwargs(self, projections: AttentionProjections) -> dict[str, dict[str, Any]]:
@@ -357,16 +357,15 @@ class AttentionRoleConverter:
         ):
             name, required = self._resolve_projection_path(fused_projection_path), " + ".join(map(str, sizes))
             raise PolicyError(
-                f"{self.layer.layer_path}.{name} must have {required} features for {heads} heads, {kv_heads} KV "
-                "heads and "
-                f"head dim {d}, but has {features}.",
-                remedy="Fix num_heads, num_kv_heads or the paths in the policy.",
+                f"The fused projection {self.layer.layer_path}.{name} must have {required} features for {heads} heads, "
+                f"{kv_heads} KV heads and head dim {d}, but has {features}.",
+                remedy="Correct num_heads, num_kv_heads or the path of the projection in the policy.",
             )
         if any(layout.get_local_kv_head_per_query(r) for r in range(layout.num_ranks)):
             at = f"{self.layer.layer_path}.{self.role.at}"
             raise ConfigError(
-                f"A tensor size of {layout.num_ranks} splits the {kv_heads} KV heads of {at} unevenly.",
-                remedy=f"Use a tensor size that divides {kv_heads} or {heads}.",
+                f"A tensor parallel size of {layout.num_ranks} splits the {kv_heads} KV heads of {at} unevenly.",
+                remedy=f"Use a tensor parallel size that divides {kv_heads} or {heads}.",
             )
         if projections.interleaved:
             self._get_linear_head_dim(fused_projection_path, kv_heads)

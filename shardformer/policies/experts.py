@@ -64,9 +64,10 @@ def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: s
     full = getattr(module, param_name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{module_path}.{param_name} must be one parameter that stacks the weights (3 dimensions) or biases "
+            f"{module_path}.{param_name} is not a parameter that stacks the weights (3 dimensions) or biases "
             "(2 dimensions) of all experts.",
-            remedy="Fix the name, or describe experts that are separate modules as an MLP with * in its path.",
+            remedy="Correct the parameter name. If the experts are separate modules, describe them as an MLP with * in "
+            "its path.",
         )
     return full
 
@@ -74,7 +75,7 @@ def _get_stacked_expert_param(module: nn.Module, module_path: str, param_name: s
 def _choose_expert_shard_dims(
     experts: Experts, param_shapes: Mapping[str, tuple[int, ...]], module_path: str
 ) -> Mapping[str, int]:
-    """Return the dimension to shard for each parameter of the experts.
+    """Choose the dimension along which each expert parameter is sharded.
 
     Raises PolicyError if no dim or several dims are possible.
     """
@@ -90,12 +91,14 @@ def _choose_expert_shard_dims(
         found = ", ".join(f"{name} {shape}" for name, shape in param_shapes.items())
         if ways:
             raise PolicyError(
-                f"Cannot infer which dimensions of {found} to shard in {module_path}, because several fit.",
-                remedy=f"Pass dims={ways[0]} if the forward pass uses these dimensions.",
+                f"The dimensions to shard in the expert weights of {module_path} are ambiguous, because several "
+                f"dimensions have the same size: {found}.",
+                remedy=f"Set dims in the Experts of the policy, for example dims={ways[0]}.",
             )
         raise PolicyError(
-            f"{found} in {module_path} do not have the shapes of expert weights with fused={experts.fused}.",
-            remedy="Fix the parameter names, `fused` or `dims` in the policy.",
+            f"The parameters of {module_path} do not have the shapes of expert weights with fused={experts.fused}: "
+            f"{found}.",
+            remedy="Correct the parameter names, `fused` or `dims` in the policy.",
         )
     return ways[0]
 
@@ -103,7 +106,7 @@ def _choose_expert_shard_dims(
 def list_expert_shard_dim_choices(
     param_shapes: Mapping[str, Sequence[int]], down_param_name: str, num_fused: int
 ) -> list[dict[str, int]]:
-    """Return all ways to choose which dimension of each expert parameter contains the features.
+    """List the dimensions along which each expert parameter may be sharded, as one dict per combination.
 
     ``down_param_name`` has the features once, the other parameters ``num_fused`` times. Biases without these features
     are omitted. There are several choices if the number of features equals the hidden size.
@@ -121,7 +124,7 @@ def list_expert_shard_dim_choices(
 
 
 def _get_eager_experts_config(module: nn.Module, module_path: str) -> dict[str, Any]:
-    """Return a config with transformers' eager experts, which support shards of any size."""
+    """Return a config that selects transformers' eager experts, which support shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}

@@ -52,7 +52,7 @@ class AlbertPolicy(RolePolicy):
     )
 
     def layer_sequence(self) -> LayerSequence:
-        """Return all layers, repeated as often as they run. The runs share weights but are separate layers."""
+        """Return each layer as often as the encoder applies it. The repetitions share weights but run separately."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))

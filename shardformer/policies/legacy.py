@@ -76,30 +76,30 @@ class Argument:
 
 
 class LegacyPolicy:
-    """Defines the methods of ``Policy`` that only legacy policies override."""
+    """Methods of ``Policy`` that only legacy policies override."""
 
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """Return the changes that sharding makes to modules, as a dict with module classes as keys.
+        """Return the changes to each module class, such as the layers to shard, as a dict with classes as keys.
 
         ``shard_config`` is the tensor parallel size.
         """
         raise PolicyError(
-            "The policy overrides neither module_policy() nor argument_policy(), and does not define roles.",
-            remedy="Override one of them, or derive the class from RolePolicy as in docs/policies.md.",
+            "The policy overrides neither module_policy() nor argument_policy(), so it does not shard any layer.",
+            remedy="Derive the class from RolePolicy as in docs/policies.md, or override module_policy().",
         )
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return the model's class and the class to replace it with, or an empty tuple to keep the class."""
+        """Return the model's class and its replacement, or an empty tuple to keep the class."""
         return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return the parameters to tie, as a dict that maps the path of one to the path of the other."""
+        """Return the pairs of parameters to tie, as a dict from one parameter's path to the other's."""
         return None
 
     @staticmethod
@@ -196,8 +196,8 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
         source_shape, target_shape = tuple(source_param.shape), tuple(model.get_parameter(target).shape)
         if source_shape != target_shape:
             raise PolicyError(
-                f"binding_policy cannot tie {source} of shape {source_shape} to {target} of shape {target_shape}, "
-                "because their shapes on this rank differ.",
+                f"binding_policy cannot tie {source} to {target}, because their shapes on this rank differ: "
+                f"{source_shape} and {target_shape}.",
                 remedy="Shard both parameters in the same way, or shard neither.",
             )
         setattr(*get_parent_and_attribute_name(model, target), source_param)
@@ -206,7 +206,7 @@ def tie_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, st
 
 
 def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
-    """Raise PolicyError if a legacy policy names a class or a parameter that the model does not have."""
+    """Raise PolicyError if a legacy policy refers to a class or parameter that the model does not have."""
     pair = _empty_if_not_implemented(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
@@ -217,7 +217,7 @@ def check_legacy_policy(policy: LegacyPolicy, model: nn.Module) -> None:
     for name in [n for bound in dict(_empty_if_not_implemented(policy.binding_policy())).items() for n in bound]:
         if name not in names:
             raise PolicyError(
-                f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have.",
+                f"binding_policy ties the parameter {name!r}, but {type(model).__name__} has no such parameter.",
                 remedy=suggest_similar_names(name, names),
             )
 
@@ -244,8 +244,8 @@ def _get_layer_path(layer: Layer) -> str:
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:
         raise PolicyError(
-            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name parameters of the same "
-            "layer.",
+            "The weight and the bias of a Layer must belong to one module, but got "
+            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}).",
             remedy="Pass paths such as weight='fc1.weight' and bias='fc1.bias'.",
         )
     return path.rpartition(".")[0]
@@ -267,8 +267,7 @@ def _choose_parallel_layer_class(layer: Layer, is_lm_head: bool) -> type[Paralle
     if not isinstance(layer, Col_Layer):
         raise PolicyError(
             f"Layer(weight={layer.weight!r}) has no replace_layer, so the dimension to shard is unknown.",
-            remedy="Use Col_Layer to shard the output features, Row_Layer to shard the input features, or pass "
-            "replace_layer.",
+            remedy="Use Col_Layer to shard the output features, or Row_Layer to shard the input features.",
         )
     return VocabParallelLMHead1D if is_lm_head and not layer.gather_output else ColumnParallelOrEmbedding
 

@@ -97,7 +97,7 @@ class BlockDescription:
 
     @property
     def contains_exit_layer(self) -> bool:
-        """Whether the module at path ``entry`` contains the linear layer at path ``row``."""
+        """Whether the module ``entry`` contains the row-parallel linear layer ``row``."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
@@ -144,7 +144,7 @@ def check_dataclass_field_types(dataclass_instance: Any) -> None:
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up="fc1", down=3)
     Traceback (most recent call last):
-    shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Fix `down` in the policy.
+    shardformer.errors.PolicyError: MLP has the invalid value down=3. `down` must be a string. Fix `down` in the policy.
     """
     kind: Any = type(dataclass_instance)
     for item in fields(dataclass_instance):
@@ -155,7 +155,7 @@ def check_dataclass_field_types(dataclass_instance: Any) -> None:
 
 
 def check_value_type(owner_name: str, value_name: str, value: Any, type_hint: Any) -> None:
-    """Raise PolicyError if ``value`` does not match the type hint ``type_hint``."""
+    """Raise PolicyError if the type of ``value`` does not match ``type_hint``."""
     if not _is_instance_of_hint(value, type_hint):
         raise PolicyError(
             f"{owner_name} has the invalid value {value_name}={value!r:.120}.",

@@ -97,7 +97,7 @@ class Policy(LegacyPolicy):
         return model
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        """Return how sharding changes each kind of module, as a dict from modules to descriptions.
+        """Return a dict from modules to descriptions of how sharding changes them.
 
         The default converts the result of ``argument_policy``.
         """
@@ -117,11 +117,11 @@ class Policy(LegacyPolicy):
         return LayerSequence.from_stacks(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support pipeline parallelism, or None if it does."""
+        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
         return None
 
     def replicated_paths(self) -> list[str] | None:
-        """Return which modules and parameters may stay replicated, or None if all may."""
+        """Return the paths of modules and parameters that may stay replicated, or None if all may."""
         return None
 
 
@@ -208,7 +208,7 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
 
 
 def get_registered_policy_and_origin(model: nn.Module) -> tuple[Policy, str] | None:
-    """Find the policy that is registered for the model's family, and describe where it comes from."""
+    """Find the policy that is registered for the model's family, and describe where it was registered."""
     family = get_model_family_name(model)
     if not isinstance(family, str):
         return None

@@ -110,14 +110,14 @@ class RolePolicy(Policy):
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
-        """Return why this model does not support sequence parallelism, or None if it does."""
+        """Return the reason why this model does not support sequence parallelism, or None if it does."""
         if _is_transformers_backbone(self.model) or self.reads_intermediate_layer_outputs():
             return BETWEEN_LAYERS
         reasons = [stack.whole_sequence for stack in self.stacks()]
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support pipeline parallelism, or None if it does."""
+        """Return the reason why this model does not support pipeline parallelism, or None if it does."""
         if self.no_pipeline or self.reads_intermediate_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
@@ -199,7 +199,7 @@ class RolePolicy(Policy):
         ]
 
     def _describe_own_layer_stacks(self, *, accept_any_final_norm: bool = False) -> list[LayerStackDescription]:
-        """Return descriptions of the model's own layers, without the layers of submodels.
+        """Describe the model's own layers, without the layers of submodels.
 
         Args:
             accept_any_final_norm: whether any module is accepted as the final norm. Otherwise a module that reads
@@ -316,7 +316,7 @@ class RolePolicy(Policy):
 
 
 def is_builtin_policy(policy: Policy) -> bool:
-    """Return whether a policy comes from this package and not from the user."""
+    """Return whether a policy is built into ShardFormer, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
@@ -372,7 +372,7 @@ def check_no_missing_roles(
         raise PolicyError(
             f"The policy has no rule for {name!r} of shape {tuple(p.shape)}, which contains {share} of all "
             f"parameters{more}.",
-            remedy="Add a role that shards this parameter, or add its path to `keep_replicated` in the policy (now "
+            remedy="Add the module of this parameter to the policy, or add its path to `keep_replicated` (now "
             f"{known or 'empty'}).",
         )
 

@@ -134,12 +134,11 @@ class Attention(_TypeCheckedDataclass):
 def make_unknown_attr_kind_error(
     attention: Attention, attr_name: str, allowed_kinds: Sequence[str], entry_kind: str = ""
 ) -> PolicyError:
-    """Return the error for an unknown kind of number in an entry of ``local_attrs``."""
     entry = attention.local_attrs[attr_name]
     kind = entry if isinstance(entry, str) else entry[0]
     return PolicyError(
-        f"local_attrs={{{attr_name!r}: {entry!r}}} of the attention {attention.at!r} has the unknown kind {kind!r}"
-        + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
+        f"local_attrs={{{attr_name!r}: {entry!r}}} of the attention module {attention.at!r} has the unknown kind "
+        + (f"{kind!r} for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else repr(kind)),
         remedy=f"Use {' or '.join(map(repr, allowed_kinds))}.",
     )
 
@@ -248,7 +247,7 @@ class LayerStack(_TypeCheckedDataclass):
             arguments = list(role.inputs.arguments) if isinstance(role, Attention) else []
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
-                    f"The policy lists the arguments {arguments} of the attention module {role.at!r}, which already "
-                    f"receives these hidden states through cross_states of the LayerStack {self.layers!r}.",
+                    f"AttentionInputs(arguments={arguments}) repeats cross_states of the LayerStack {self.layers!r}, "
+                    f"which already passes these hidden states to the attention module {role.at!r}.",
                     remedy="Remove `arguments` from the AttentionInputs of this module.",
                 )

@@ -490,7 +490,7 @@ def test_rule_that_splits_heads_is_refused() -> None:
 def test_uneven_kv_heads_in_a_fused_projection_are_refused(family: str, heads: dict[str, int]) -> None:
     """The second of three ranks has query heads 3, 4 and 5: one on the first KV head and two on the second."""
     models = [SmallModelFactory(family, changes=heads)() for _ in range(3)]
-    with pytest.raises(ConfigError, match=r"tensor size of 3 splits the 2 KV heads of .* unevenly"):
+    with pytest.raises(ConfigError, match=r"tensor parallel size of 3 splits the 2 KV heads of .* unevenly"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)
 
 

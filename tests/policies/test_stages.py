@@ -122,9 +122,7 @@ def test_sequence_parallelism_is_refused() -> None:
 
 
 def test_missing_attribute_is_named_in_the_error() -> None:
-    with pytest.raises(
-        PolicyError, match=r"'\.num_head' cannot be resolved, because the Heads has no such field.*'num_heads'"
-    ):
+    with pytest.raises(PolicyError, match=r"num_heads='\.num_head', but the Heads has no such field.*'num_heads'"):
         run_as_threads(lambda context: shard_model(Staged(), Misnamed, context=context), tensor=2)
 
 
