@@ -1,4 +1,4 @@
-"""Report of ``verify`` on the differences between the sharded and the unsharded model, with their tolerances."""
+"""Reports how much sharded and unsharded training differ, and whether the differences are within tolerance."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Summary of the quantities that differ, with the difference that is closest to its tolerance."""
+        """Summary of the quantities that differ, with the largest difference relative to its tolerance."""
         kind, worst, bound = max(self.compared_quantities, key=lambda compared: compared[1].used)
         failed = [name for name, difference, _ in self.compared_quantities if difference.used > 1]
         reasons = [f"{', '.join(failed)} differ"] if failed else []

@@ -77,7 +77,7 @@ MULTIMODAL_TASKS = (
 
 
 def get_class_names_by_model_type(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return the class name of each transformers model type, for the first task in ``tasks`` that it supports."""
+    """Map each transformers model type to its class for the first supported task in ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -89,7 +89,7 @@ def get_class_names_by_model_type(tasks: Sequence[str] = TASKS) -> dict[str, str
 
 @lru_cache(maxsize=1)
 def get_main_class_names_by_model_type() -> Mapping[str, str]:
-    """Return a dict from all transformers model types to the name of their main class."""
+    """Map each transformers model type to the name of its main class."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
@@ -182,7 +182,7 @@ class ExampleBatchFactory:
 
 
 def is_multimodal(head_class: str) -> bool:
-    """Return whether the forward method of a transformers class accepts images or sounds."""
+    """Return whether the forward method of a transformers class accepts images or audio."""
     kind = find_transformers_model_class(head_class)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
@@ -191,7 +191,7 @@ def is_multimodal(head_class: str) -> bool:
 def _roll_text_tokens(
     sample: Mapping[str, Tensor], shift: int, placeholder_ids: Mapping[str, int]
 ) -> Mapping[str, Tensor]:
-    """Rotate the text tokens of a sample by ``shift`` positions, without moving image or sound placeholders."""
+    """Rotate the text tokens of a sample by ``shift`` positions, without moving image or audio placeholders."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*placeholder_ids.values(), -1]))
@@ -201,7 +201,7 @@ def _roll_text_tokens(
 
 
 def compute_label_free_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return a loss for a model without labels: the sum of the weighted mean squares of all outputs."""
+    """Compute a loss without labels, from the mean squares of all model outputs."""
     return compute_loss_from_all_outputs(model(**batch), equal_sample_weights=True)
 
 
@@ -241,7 +241,7 @@ def _make_example_batch_error(model: nn.Module, exception: Exception) -> ConfigE
     inputs = ", ".join(needed or optional)
     return ConfigError(
         f"Cannot create an example batch for {type(model).__name__} from its config: {reason:.400}.",
-        rule=f"The values of the inputs {inputs} are unknown." if inputs else "",
+        rule=f"ShardFormer cannot generate values for the inputs {inputs}." if inputs else "",
         remedy="Pass FILE.py:function, where the function returns (model_fn, batch_fn), or call "
         "verify(model_fn, batch_fn) in Python (docs/add-a-model.md).",
     )
@@ -311,7 +311,7 @@ def call_user_fn_and_convert_errors(fn: Callable[[], Any], fn_name: str) -> Any:
         reason = _format_error_with_location(error)
         raise ConfigError(
             f"The function {fn_name} failed: {reason}.",
-            remedy=f"Fix the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
+            remedy=f"Fix the error in the function. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
 
@@ -328,7 +328,7 @@ def _stdin_from_devnull() -> Iterator[None]:
 
 
 def _format_error_with_location(exception: BaseException, file_path: str = "") -> str:
-    """Format an exception of user code with its class, message and line number, in ``file_path`` if it occurs there."""
+    """Format an exception in user code as one line, with its class, message and line number."""
     all_frames = traceback.extract_tb(exception.__traceback__)
     frames = [frame for frame in all_frames if frame.filename == os.path.abspath(file_path)] or all_frames
     line = getattr(exception, "lineno", None) or (frames[-1].lineno if frames else None)
@@ -344,7 +344,7 @@ def _make_import_error(module_name_or_path: str, exception: BaseException) -> Co
     reason = _format_error_with_location(exception, module_name_or_path)
     return ConfigError(
         f"The module {module_name_or_path!r} cannot be imported: {reason}.",
-        remedy=f"Fix the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
+        remedy=f"Fix the error in the module. To see the traceback, set {TRACEBACK_VARIABLE}=1.",
     )
 
 
@@ -468,8 +468,8 @@ class ModelSource:
         ):
             families = ", ".join(HEAD_CLASSES)
             raise ConfigError(
-                f"The head classes of {self.title} cannot be listed.",
-                remedy=f"Select one with --head, or pass a model of one of the families {families}.",
+                f"The head classes of {self.title} cannot be listed, because its family is not built into ShardFormer.",
+                remedy=f"Select a head class with --head, or pass a model of one of the families {families}.",
             )
         return HEAD_CLASSES[self.model_type]
 
@@ -612,7 +612,7 @@ def import_policy_class(policy_file_or_class_path: str) -> type[Policy]:
         )
     if class_name not in kinds:
         raise ConfigError(
-            f"{source!r} has no policy {class_name!r}.",
+            f"{source!r} contains no policy named {class_name!r}.",
             remedy=f"Pass the name of a subclass of shardformer.policies.Policy. {suggestion}",
         )
     return kinds[class_name]
@@ -679,11 +679,14 @@ def _get_min_vocab_size(config: Any) -> int | None:
 
 def _check_transformers_class_exists(class_name: str, model_title: str) -> None:
     if not class_name:
-        raise ConfigError(f"{model_title} specifies no model class.", remedy="Set architectures in the config.")
+        raise ConfigError(
+            f"The config of {model_title} does not specify a model class.",
+            remedy="Set architectures in the config to the name of the class.",
+        )
     if find_transformers_model_class(class_name) is None:
         hint = _suggest_names(class_name, {*dir(import_transformers())} - {class_name})
         raise ConfigError(
-            f"{model_title} specifies the model class {class_name!r}, but transformers has no such class.",
+            f"transformers has no model class {class_name!r}, which was specified for {model_title}.",
             remedy=f"{hint}To use your own class, pass module:function.",
         )
 

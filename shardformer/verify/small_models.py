@@ -454,7 +454,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def is_loss_averaged_over_samples(head_class: str) -> bool:
-    """Return whether the loss for a head class is a mean over the samples instead of the labels of a batch.
+    """Return whether a head class averages its loss over the samples instead of the labels.
 
     The losses of micro-batches must then be weighted by ``count_samples``.
     """

@@ -180,7 +180,7 @@ def get_rank_batch(job: VerifyJob, batch: Mapping[str, Any], data_rank: int, num
 
 
 def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if a batch is split, but the model compares the samples of a batch with each other."""
+    """Raise ConfigError if the batch of a model with a contrastive loss is split, which changes the loss."""
     reference = get_rank_batch(job, job.batch_fn(0), 0, job.num_reference_shards)
     part = get_rank_batch(job, job.batch_fn(0), 0, job.data)
     micro_batch = _split_into_micro_batches(job, part)[0]
@@ -192,15 +192,15 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
             for name in _find_pairwise_outputs(model, larger, smaller):
                 raise ConfigError(
                     f"The batch cannot be split, because the output {name} of {type(model).__name__} compares all "
-                    "samples of a batch with each other.",
-                    remedy=f"Use {option} or {alternative}.",
+                    "samples of a batch with each other, as in a contrastive loss.",
+                    remedy=f"To compare the same samples in both models, use {option} or {alternative}.",
                 )
 
 
 def _find_pairwise_outputs(
     model: nn.Module, larger_batch: Mapping[str, Any], smaller_batch: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the names of model outputs with one row and one column per sample, which contrastive models return."""
+    """Yield the names of outputs with a value for each pair of samples, as in contrastive models."""
     try:
         with torch.no_grad():
             both = [model(**filter_forward_kwargs(batch, model)) for batch in (larger_batch, smaller_batch)]
@@ -317,7 +317,6 @@ class VerifyPipeline:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches per batch."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
     def create_stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
@@ -370,7 +369,7 @@ class VerifyJob:
             check_int(name, getattr(self, name))
 
     def get_first_batch(self) -> Mapping[str, Any]:
-        """Return the first batch. A policy is derived from this batch if no inputs for the model can be generated."""
+        """Return the first batch, from which a policy can be derived if no example inputs can be generated."""
         return self.batch_fn(0)
 
     @property
@@ -392,12 +391,12 @@ class VerifyJob:
 
     @property
     def num_reference_shards(self) -> int:
-        """Number of parts into which a batch is split to compute the loss of the unsharded model."""
+        """Number of shards into which a batch is split to compute the loss of the unsharded model."""
         return 1 if self.average_loss_over == "tokens" else self.data
 
     @property
     def average_loss_over(self) -> str:
-        """The configured average. By default, it is "tokens" with a pipeline, and "ranks" without a pipeline."""
+        """Configured loss average. By default, it is "tokens" with a pipeline and "ranks" without one."""
         return self.training.average_loss_over or ("ranks" if self.pipeline is None else "tokens")
 
 
@@ -530,8 +529,9 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
     if abs(first - second) > job.tolerances.loss * abs(first):
         seed = "another random seed" if draws_anew else "the same random seed"
         raise ConfigError(
-            f"The first pass over a batch gave a loss of {first:.6g}, but a second pass with {seed} gave {second:.6g}.",
-            remedy="Disable the randomness in the model.",
+            f"The loss of a batch is not reproducible: it was {first:.6g}, and {second:.6g} in a second forward pass "
+            f"with {seed}.",
+            remedy="Disable random operations in the model.",
         )
 
 

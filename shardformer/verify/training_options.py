@@ -96,7 +96,7 @@ class VerifyTraining:
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
     def get_accumulation_indices(self, step: int) -> range:
-        """Return the indices of a step's backward passes, numbered from the start of training."""
+        """Return the indices of the batches whose gradients are accumulated in a step."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze_matching_params(self, model: nn.Module) -> None:
@@ -128,7 +128,7 @@ class VerifyTraining:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the parameters if they have 16 bits, and otherwise None."""
+        """16-bit dtype of the parameters, or None if they have 32 or 64 bits."""
         return MixedPrecision.from_value(self.precision).param_dtype
 
     @property
@@ -212,7 +212,7 @@ class UnshardedModelOptimizers:
 
 
 def make_verify_optimizers(params: Iterable[nn.Parameter], training_options: VerifyTraining) -> list[Optimizer]:
-    """Create the configured optimizers for the parameters of a model, or SGD with momentum if ZeRO is not used."""
+    """Create the configured optimizers for a model's parameters, or SGD with momentum if ZeRO is not used."""
     trainable = [p for p in params if p.requires_grad]
     if training_options.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]

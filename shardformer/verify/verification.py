@@ -76,7 +76,8 @@ def check_policy_can_shard(
             return None
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model_fn must return an nn.Module, but returned {type(model).__name__}.", remedy="Return the model."
+            f"model_fn must return an nn.Module, but returned {type(model).__name__}.",
+            remedy="Return the unsharded model from model_fn.",
         )
     check_can_be_sharded(model)
     ranks = count_ranks_on_axis(tensor, "tensor")
@@ -160,7 +161,7 @@ def _find_worst_and_missing_gradients(
 def _find_worst_weight_difference(
     job: VerifyJob, unsharded_trace: TrainingTrace, sharded_trace: TrainingTrace, tolerances: Tolerances
 ) -> tuple[LargestDifference, list[str]]:
-    """Compare the trained weights of both models, and return the largest difference and the missing weights."""
+    """Find the largest difference between the trained weights of both models, and missing weights."""
     worst = NO_DIFFERENCE
     gone = [
         name
@@ -218,7 +219,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Stop a worker process that would call ``verify`` again, because the user's script has no main guard."""
+    """Exit a worker process whose script calls ``verify`` outside ``if __name__ == "__main__"``."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _find_main_module_location()
@@ -231,7 +232,7 @@ def check_main_guard() -> None:
 
 @contextmanager
 def explain_missing_main_guard() -> Iterator[None]:
-    """Convert a WorkerError to a ConfigError if the user's script has no main guard."""
+    """Raise ConfigError instead of WorkerError if the user's script lacks ``if __name__ == "__main__"``."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
         note = Path(folder, "unguarded")
@@ -354,7 +355,8 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
         config = ShardConfig.from_options(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "verify does not support the fields context and tensor_parallel_process_group of config.",
+            "verify does not support context or tensor_parallel_process_group in config, because it creates its own "
+            "process groups.",
             remedy="Remove both fields, and set the layout with the arguments tensor and data of verify.",
         )
     usual = vars(ShardConfig())

@@ -91,7 +91,7 @@ def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, ask
 
 def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.from_sizes({}))
-    with pytest.raises(ConfigError, match="does not support the fields context"):
+    with pytest.raises(ConfigError, match="does not support context or tensor_parallel_process_group"):
         verify(SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
