@@ -93,7 +93,7 @@ class DataParallelState:
 
 
 class RankSynchronizedSampler(Sampler[Any]):
-    """A sampler that uses rank 0's random state on every rank, so that all ranks draw the samples in the same order.
+    """A sampler that draws the samples in the same order on all ranks, with the random state of rank 0.
 
     Communicates this state, 5 KB, once per epoch.
     """
@@ -173,7 +173,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         config = ParallelConfig.from_value(parallel)
         if config.pipe > 1:
             raise ConfigError(
-                f"Accelerator does not support pipe={config.pipe}.",
+                f"Accelerator does not support pipeline stages (pipe={config.pipe}).",
                 remedy="Use shardformer.initialize and engine.train_step(batch), or set pipe=1.",
             )
         context = get_or_create_parallel_context(context, config)  # joins the process group before accelerate does
@@ -268,8 +268,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             zero = next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
             if zero is not None and len(optimizers) > 1:
                 raise ConfigError(
-                    f"Got {' and '.join(type(each).__name__ for each in optimizers)}, but an accelerate loop supports "
-                    "only one optimizer for a sharded model if one of them needs full matrices.",
+                    "An accelerate loop supports only one optimizer per model if the optimizer needs full weight "
+                    f"matrices, but got {' and '.join(type(each).__name__ for each in optimizers)}.",
                     remedy="Use one optimizer with several parameter groups, or use shardformer.initialize.",
                 )
             return zero
@@ -462,7 +462,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if len(optimizers) != 1:
             raise ConfigError(
                 f"{input_dir} was saved by accelerate's own Accelerator and can be loaded only with one optimizer, but "
-                f"the model has {len(optimizers)}.",
+                f"the model has {len(optimizers)} optimizers.",
                 remedy="Save the checkpoint with shardformer.integrations.accelerate.Accelerator.",
             )
         weights = _load_first_existing_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
@@ -571,7 +571,7 @@ def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
 
 def _make_unsupported_backend_error(setting_name: str) -> ConfigError:
     return ConfigError(
-        f"accelerate is configured with {setting_name}.",
+        f"accelerate is configured to shard the model with {setting_name}.",
         rule="Only one library can shard the model.",
         remedy="Remove this setting, and set the layout and zero_stage in parallel=ParallelConfig(...).",
     )

@@ -46,7 +46,7 @@ class GlobalBatchLossAverager:
 
     @contextmanager
     def set_num_local_samples(self, num_samples: int | None) -> Iterator[None]:
-        """Set this rank's number of samples to ``num_samples`` in this context. None: all ranks have equally many."""
+        """Temporarily set this rank's number of samples, or None if all ranks have the same number."""
         self._samples, self._is_weighted = num_samples, False
         try:
             yield
@@ -54,11 +54,11 @@ class GlobalBatchLossAverager:
             self._samples = None
 
     def detect_num_items_argument(self, call_args: Iterable[Any]) -> None:
-        """Mark the loss as already weighted if a function receives the number of items (labels) in ``call_args``."""
+        """Mark the loss as weighted if ``call_args`` contains the global number of items (labels)."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in call_args)
 
     def scale_to_global_mean(self, local_mean: Tensor, local_count: float) -> Tensor:
-        """Scale this rank's mean so that the average over all ranks is the mean of all values on all ranks.
+        """Scale this rank's mean so that the average over the ranks is the mean over the global batch.
 
         All-reduces one number over the data-parallel ranks.
         """
@@ -89,7 +89,7 @@ class GlobalBatchLossAverager:
             )
 
     def warn_if_contrastive_loss(self, loss_call: LossFunctionCall) -> None:
-        """Warn once if a contrastive loss compares only the samples of this rank's batch with each other."""
+        """Warn once if a contrastive loss compares only the samples on the same rank."""
         logits, size = next(iter(loss_call.bound_arguments.values())), self.batch_size
         if self._has_warned_of_samples or not loss_call.has_class_index_targets or tuple(logits.shape) != (size, size):
             return
@@ -97,8 +97,8 @@ class GlobalBatchLossAverager:
         if size is not None and size > 1 and loss_call.labels_or_weights.tolist() == list(range(size)):
             self._has_warned_of_samples = True
             warnings.warn(
-                f"The loss compares the {size} samples of each data-parallel rank with each other, but not with the "
-                "rest of the global batch. In compute_loss, gather the embeddings of all ranks with "
+                f"A contrastive loss compares only the {size} samples on the same data-parallel rank, and not those of "
+                "the global batch. In compute_loss, gather the embeddings of all ranks with "
                 "shardformer.pipeline.gather_over_data(embeddings, trainer.context).",
                 stacklevel=2,
             )

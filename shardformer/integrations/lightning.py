@@ -367,7 +367,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         found = load_checkpoint(self.sharded_model, folder, self.optimizers if is_fitting else None)
         if not isinstance(found.extra, dict) or STATE_KEY not in found.extra:
             raise ConfigError(
-                f"The checkpoint {folder} was not saved by Lightning.",
+                f"The checkpoint {folder} does not contain the state of a Lightning Trainer.",
                 remedy="To load only its weights, call shardformer.load_checkpoint(module.model, folder) before "
                 "training.",
             )

@@ -393,13 +393,12 @@ def _get_adapter_parameters(
         return found
     raise ConfigError(
         f"The {kind} on {module_path} cannot be sharded, because {why}.",
-        remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO "
-        "instead of the tensor axis.",
+        remedy="Remove this module from target_modules, or use data parallelism or ZeRO instead of the tensor axis.",
     )
 
 
 def restore_parallel_base_layer(tuner_layer: BaseTunerLayer) -> None:
-    """Restore a parallel linear layer to normal operation after PEFT has removed its adapter."""
+    """Restore the parallel linear layer inside an adapter after PEFT has removed the adapter."""
     base = tuner_layer.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False
@@ -415,8 +414,8 @@ def shard_trainable_copy(module_copy: nn.Module, original: nn.Module, module_pat
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
-            f"modules_to_save does not support {module_path}, because tensor parallelism shards it.",
-            remedy="Add it to target_modules instead, and list only embeddings, heads and norms in modules_to_save.",
+            f"modules_to_save does not support {module_path}, because tensor parallelism shards this module.",
+            remedy="Add the module to target_modules instead. modules_to_save supports embeddings, heads and norms.",
         )
     if not isinstance(original, ParallelModule) or isinstance(module_copy, ParallelModule):
         return module_copy

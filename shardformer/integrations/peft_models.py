@@ -63,8 +63,8 @@ def add_and_shard_adapters(model: nn.Module, peft_config: PeftConfig, add_adapte
     saved = getattr(peft_config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"{type(peft_config).__name__} reads weights or copies modules, but with pipe={state.context.pipe.size}, "
-            "each rank has only some modules of the model.",
+            f"{type(peft_config).__name__} reads weights or copies modules, which with pipe={state.context.pipe.size} "
+            "may be on another pipeline stage.",
             remedy="Call peft.get_peft_model before shard_model.",
         )
     if needs_values:

@@ -117,7 +117,7 @@ def find_peft_wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_wrapped_attribute(wrapper: nn.Module) -> list[str]:
-    """Return the path from a PEFT wrapper to the module that it wraps, which a child of the wrapper may hold."""
+    """Return the path of the wrapped module inside a PEFT wrapper, as a list of attribute names."""
     for name in INNER:
         if wrapper._modules.get(name) is not None:
             return [name]
@@ -308,13 +308,13 @@ def _replace_wrapped_modules_by_placeholders(
         is_copy = is_tuner_layer(wrapper) or "modules_to_save" in wrapper._modules
         if metadata.context.pipe.size > 1 and not is_copy:  # it also refers to the wrapped module by another name
             raise ConfigError(
-                f"A {type(wrapper).__name__} on {path} does not work with pipe={metadata.context.pipe.size}.",
+                f"A PEFT {type(wrapper).__name__} on {path} is not supported with pipe={metadata.context.pipe.size}.",
                 remedy="Set pipe=1, or use an adapter on linear layers.",
             )
 
 
 class _WrappedModulePlaceholder(nn.Module):
-    """A placeholder that marks the position of the wrapped module among the names of a wrapper's tensors."""
+    """Placeholder that keeps the position of the wrapped module in the order of a wrapper's tensors."""
 
     MARK = "wrapped_module"
 
@@ -324,7 +324,7 @@ class _WrappedModulePlaceholder(nn.Module):
 
 
 def _get_adapter_fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
-    """Describe adapters as lines of text that must be identical on all ranks: their settings and shapes."""
+    """Describe the settings and shapes of adapters as lines of text, to compare them between ranks."""
     return [
         f"{path} {line}"
         for path, adapter in adapters.items()
@@ -441,9 +441,8 @@ def _check_adapter_dropout_supported(metadata: ShardingMetadata, module_path: st
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.get_region_shards(region)):
         raise ConfigError(
             f"The adapter on {module_path} cannot have dropout, because the tensor ranks process different positions "
-            "of the sequence.",
-            remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
-            "enable_sequence_parallelism=False.",
+            "of the sequence but would use the same dropout mask.",
+            remedy="Set the dropout of the adapter to 0, or set enable_sequence_parallelism=False.",
         )
 
 
@@ -606,7 +605,7 @@ def _rebuild_gradient_reducer(
 def _find_adapter_layout_and_region(
     sharded_model: nn.Module, metadata: ShardingMetadata, name_map: AdapterTensorNameMap, param_name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the layout of the activations at an adapter's parameter, and the part of the model that contains it."""
+    """Find the activation layout at an adapter's parameter, and the model region that contains it."""
     path = name_map.find_peft_wrapper_path(param_name)
     if path is None:
         return metadata.activations, ModelRegion.OUTSIDE  # a prompt, before the model

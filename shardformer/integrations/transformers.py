@@ -364,7 +364,7 @@ class ShardedTrainer:
             return mean.average_over_ranks(to_full_tensors(loss)), *outputs
 
     def _count_non_padding_samples(self, inputs: Mapping[str, Any]) -> int | None:
-        """Return how many samples this rank has in the last batch of the data set, not counting padding samples.
+        """Count this rank's samples in the last batch of the data set, without padding samples.
 
         None for any other batch, and for a batch whose rows are not samples.
         """

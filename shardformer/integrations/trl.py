@@ -131,8 +131,8 @@ class ShardedTRLTrainer(ShardedTrainer):
         option = "padding_free=True, which packing sets,"
         if unwrap_sharded_model(model) is not None:
             raise ConfigError(
-                f"{option} requires a plain model, but got a sharded {type(model).__name__}.",
-                remedy="Pass the plain model to the trainer, and let parallel=ParallelConfig(...) shard it.",
+                f"{option} requires an unsharded model, but got a sharded {type(model).__name__}.",
+                remedy="Pass the unsharded model to the trainer, which shards it according to ParallelConfig(...).",
             )
         check_packing_support(model, option, "Set packing=False and padding_free=False")
 
@@ -323,7 +323,7 @@ def _make_sharded_head_forward(fused_forward: FunctionType, model: nn.Module) ->
         return fused_forward
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
-            f"ShardFormer cannot shard the LM head with trl {trl.__version__}.",
+            f"trl {trl.__version__} does not support a sharded LM head.",
             remedy="Install trl 1.16, or use data parallelism only.",
         )
     replaced = {
