@@ -122,7 +122,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
         "generations": ("4 completions", "not divisible by 8 generations", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
-        "packing a sharded model": ("padding_free=True", "Pass the plain model"),
+        "packing a sharded model": ("padding_free=True", "Pass the unsharded model"),
         "mixin of Trainer": ("ShardedTRLTrainer",),
         "head": ("trl_uses.compute_loss reads the weight of the LM head", "only a slice of it"),
         "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the LM head"),

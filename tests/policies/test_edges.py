@@ -164,7 +164,7 @@ def with_another_mlp() -> nn.Module:
 
 
 def test_optional_role_without_any_exit_is_refused() -> None:
-    words = ("the output layer 'layers.*.mlp.fc3' of 'layers.*.mlp', but no layer", "Did you mean 'mlp.fc2'")
+    words = ("'layers.*.mlp.fc3' as the output layer of 'layers.*.mlp', but the model", "Did you mean 'mlp.fc2'")
     refused(PolicyError, ToyLM, *words, policy=LostExit)
     sharded(with_another_mlp, PassedOver)  # skipped, because another module replaces it
 

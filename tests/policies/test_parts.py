@@ -195,7 +195,7 @@ def saved() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "counts", "message"),
     [
-        (Model, {"q_bia": "width"}, r"but layers\.\*\.attn\.q_bia does not exist.*'q_bias'"),
+        (Model, {"q_bia": "width"}, r"no attribute layers\.\*\.attn\.q_bia\. .*'q_bias'"),
         (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
         (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias, a parameter of an attention module"),
         (

@@ -245,7 +245,7 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
-        ({"num_heads": "n_head"}, ("num_heads='n_head' cannot be resolved", "no config", "Set num_heads to a number")),
+        ({"num_heads": "n_head"}, ("num_heads='n_head', but the model has no config", "Set num_heads to a number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads require 6")),
         (
@@ -304,7 +304,7 @@ class First(Policy):
         (Col_Layer(weight="attn.qq.weight"), ("no module 'layers.0.attn.qq'", "'attn.q'")),
         (Col_Layer(), ("Col_Layer(weight=None, bias=None)", "weight=")),
         (Col_Layer(weight="weight"), ("weight='weight'",)),
-        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("of the same layer",)),
+        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("must belong to one module",)),
         (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer to shard the output features")),
     ],
 )

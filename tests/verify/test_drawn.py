@@ -87,10 +87,10 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"a second pass with the same random seed gave"):
+    with pytest.raises(ConfigError, match=r"a second forward pass with the same random seed"):
         verify(SmallModelFactory("gpt2"), RandomBatchFactory("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 
 def test_randomness_over_the_full_batch_raises_if_it_is_split(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"a second pass with another random seed gave"):
+    with pytest.raises(ConfigError, match=r"a second forward pass with another random seed"):
         verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=VerifyPipeline(2), pool=pool2)

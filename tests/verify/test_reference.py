@@ -107,5 +107,5 @@ def test_an_unknown_reference_raises() -> None:
 
 
 def test_randomness_over_the_full_batch_raises(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="a second pass with another random seed"):
+    with pytest.raises(ConfigError, match="a second forward pass with another random seed"):
         verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(average_loss_over="tokens"), pool=pool2)

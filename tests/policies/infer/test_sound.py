@@ -53,7 +53,7 @@ def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
     cross = Attention("cross", linears, inputs=AttentionInputs(cross_attention=True))
     other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
     with pytest.raises(
-        PolicyError, match=r"the arguments \['states'\] of the attention module 'attn', which already receives"
+        PolicyError, match=r"arguments=\['states'\]\) repeats cross_states of the LayerStack 'layers'.*'attn'"
     ):
         LayerStack("layers", [cross, other], cross_states=("decoder", "states"))
     LayerStack("layers", [cross, other], cross_states=("decoder", "other_states"))

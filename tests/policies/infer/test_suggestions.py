@@ -216,7 +216,7 @@ def test_the_error_quotes_the_failing_line_and_the_closest_policy() -> None:
     names: dict[str, Any] = {}
     exec(
         textwrap.dedent(
-            message[message.index("    from shardformer.policies import") : message.index("Or omit the tensor axis")]
+            message[message.index("    from shardformer.policies import") : message.index("To save memory")]
         ),
         names,
     )
