@@ -258,7 +258,7 @@ def _make_block_candidates(
 
 
 def _find_column_linears_of_wrong_width(model: nn.Module, group: ConnectedLinearLayers) -> list[str]:
-    """Return column-parallel layers whose output size is no multiple of the row-parallel layer's input size."""
+    """Return the column-parallel layers whose output size does not fit the input of the row-parallel layer."""
     width = _get_linear_num_features(model, group.row, of_output=False)
     out = [c for c in group.columns if _get_linear_num_features(model, c, of_output=True) % width]
     return out if len(out) < len(group.columns) else []
@@ -277,7 +277,7 @@ def _find_same_module_in_all_layers(model: nn.Module, module_path: str) -> list[
 def _find_layer_list_and_layer_path(
     model: nn.Module, module_path: str, required_member_paths: list[str]
 ) -> tuple[str, str] | None:
-    """Find the layer that contains all ``required_member_paths``, and the list of layers that contains it."""
+    """Return the paths of the layer that contains all required modules and of its layer list, or None."""
     parts = module_path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]

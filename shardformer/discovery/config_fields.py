@@ -21,7 +21,7 @@ Path = tuple[str, ...]  # names of nested config fields, from the outermost conf
 
 
 class SizeLocation(Enum):
-    """Kinds of model properties that have a size, such as matrix dimensions and ModuleList lengths."""
+    """Kind of model property that has a size, such as a matrix dimension or the length of a ModuleList."""
 
     LAYERS = auto()  # length of a list of modules
     ROWS = auto()  # rows of an embedding

@@ -1,4 +1,4 @@
-"""Finds a model's lists of layers, and the settings with which they run in pipeline and sequence parallelism.
+"""Finds a model's lists of layers, and the settings that they need for pipeline and sequence parallelism.
 
 Pipeline stages and sequence parallelism need hints, such as the modules that run on every stage. Traced forward passes
 yield candidates for these hints. The first candidate that passes validation is used.
@@ -281,7 +281,7 @@ HINT_CANDIDATES = (
 
 @dataclass(frozen=True)
 class _SequenceParallelHintCandidates:
-    """Modules that may need an exception under sequence parallelism, such as the full sequence."""
+    """Modules that may need special settings under sequence parallelism, such as the full sequence as input."""
 
     mixing: tuple[str, ...]  # children of layers that mix tokens and contain no sharded block
     attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
@@ -303,7 +303,7 @@ class _SequenceParallelHintCandidates:
 def find_sequence_parallel_hints(
     reference: ReferenceGradients, policy_cls: type[RolePolicy], stack_paths: Sequence[str], num_ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find modules that need an exception under sequence parallelism, such as the full sequence.
+    """Find modules that need special settings under sequence parallelism, such as the full sequence as input.
 
     Returns the stacks with these modules as hints and None, or the unchanged stacks and why validation fails.
 

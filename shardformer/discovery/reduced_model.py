@@ -138,7 +138,7 @@ def compute_loss_from_all_outputs(model_output: Any, *, equal_sample_weights: bo
 
 
 def compute_weighted_mean_square(tensor: Tensor, weight_shape: torch.Size) -> Tensor:
-    """Return a mean square of a tensor, with different weights for the elements of its last dimensions."""
+    """Compute a mean square with different weights for the elements of a tensor's last dimensions."""
     weights = torch.linspace(0.5, 1.5, weight_shape.numel(), dtype=tensor.dtype, device=tensor.device)
     weights = weights.view(weight_shape)
     return (tensor * weights).square().mean()

@@ -452,7 +452,7 @@ def choose_reduced_field_values(
 def _choose_small_hidden_size(
     field: IntConfigField, all_fields: Sequence[IntConfigField], target_sizes: ReducedModelSizes
 ) -> int:
-    """Choose a small hidden size that is larger or smaller than the main one if the original is."""
+    """Choose a small hidden size, and preserve whether it is larger or smaller than the main hidden size."""
     matrices: dict[int, set[str]] = {}
     for other in filter_fields_of_same_config(field, all_fields):
         matrices.setdefault(other.value, set()).update(other.get_dependent_matrix_names())
@@ -461,7 +461,7 @@ def _choose_small_hidden_size(
 
 
 def _count_parts_per_head(field: IntConfigField, sibling_fields: Sequence[IntConfigField]) -> int:
-    """Count the parts of a head dim, such as rotary and non-rotary features."""
+    """Count the parts into which a head dim is divided, such as rotary and non-rotary features."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(sibling_fields, 2)):
         return 2
     part = next(

@@ -1,4 +1,4 @@
-"""Validates a policy by training a reduced model with and without sharding, with threads as ranks."""
+"""Validates a policy by training a small model with and without sharding, with threads as ranks."""
 
 from __future__ import annotations
 
