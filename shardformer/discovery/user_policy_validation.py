@@ -204,7 +204,6 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor_parallel_siz
     Args:
         plan: the plan that the policy made for the model.
         policy: the policy, whose model and config are set.
-        tensor_parallel_size: the tensor parallel size.
 
     Returns:
         A note that explains why the policy could not be validated, or None if it passed.

@@ -225,7 +225,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 raise ConfigError(
                     f"ShardFormerStrategy does not support {setting}.",
                     rule=rule,
-                    remedy="Remove or change this setting.",
+                    remedy="Remove or change this setting of the Trainer.",
                 )
         self._check_can_reuse_sharded_model(trainer)
 
@@ -237,7 +237,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if table.context.sizes != sizes:
             raise ConfigError(
                 f"The model is sharded over {table.context}, but the strategy uses {self._context}.",
-                remedy="Use the layout of the model, or create the model again and load a checkpoint.",
+                remedy="Pass the model's layout to the strategy, or create the model again and load a checkpoint.",
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(

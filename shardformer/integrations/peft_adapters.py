@@ -247,9 +247,6 @@ def shard_adapter(
 
     Adapters that were sharded before stay unchanged. Communicates nothing.
 
-    Args:
-        context_parallel_state: the state of context parallelism.
-
     Raises:
         ConfigError: if this kind of adapter cannot run on this parallel layer.
     """

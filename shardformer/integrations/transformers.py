@@ -579,13 +579,15 @@ def check_training_arguments(args: PlainArguments, parallel_config: ParallelConf
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel_config.max_grad_norm is not None:
         raise ConfigError(
-            f"ParallelConfig(max_grad_norm={parallel_config.max_grad_norm}) is not supported in a Trainer.",
+            f"ParallelConfig(max_grad_norm={parallel_config.max_grad_norm}) is not supported, because Trainer clips the gradients.",
             remedy="Set TrainingArguments(max_grad_norm=...) instead.",
         )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise ConfigError(
-                f"TrainingArguments({name}={value!r:.60}) is not supported.", rule=reason, remedy=f"Remove {name}."
+                f"TrainingArguments({name}={value!r:.60}) is not supported for a sharded model.",
+                rule=reason,
+                remedy=f"Remove {name}.",
             )
     optim = str(getattr(getattr(args, "optim", ""), "value", ""))
     if any(part in optim for part in FUSED_BACKWARD):

@@ -190,7 +190,9 @@ def check_trl_arguments(args: Any, parallel_config: ParallelConfig) -> None:
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise ConfigError(
-                f"{type(args).__name__}({name}={value!r}) is not supported.", rule=reason, remedy=f"Remove {name}."
+                f"{type(args).__name__}({name}={value!r}) is not supported for a sharded model.",
+                rule=reason,
+                remedy=f"Remove {name}.",
             )
 
 

@@ -42,9 +42,7 @@ class LayerRoleConverter:
     """Describes how to shard the attention modules and MLPs of one layer, according to its policy.
 
     Args:
-        layer: the layer.
         layer_path: path of the layers, for errors.
-        axis: the tensor axis.
         is_stage: whether the layers are one stage of several (as in Swin), in which early stages may have few heads.
         parallel_classes: the parallel layers of the tensor parallel mode.
     """
@@ -159,7 +157,6 @@ class AttentionRoleConverter:
     """Describes how to shard one attention module of a layer, according to its policy.
 
     Args:
-        role: the attention role.
         layer: the layer that contains the attention module.
         config: the model's config, in which head counts are looked up.
         num_heads, num_kv_heads: head counts, or the config fields with them, from the role or the policy.

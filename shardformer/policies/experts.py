@@ -39,7 +39,6 @@ def describe_expert_sharding(
     Args:
         layer: the layer that contains the experts.
         layer_path: path of the layers, for error messages.
-        axis: the tensor axis.
     """
     module = paths.get_submodule_or_raise(layer, experts.at)
     at, ups = f"{layer_path}.{experts.at}", paths.as_path_list(experts.up)
