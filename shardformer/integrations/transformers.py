@@ -579,7 +579,8 @@ def check_training_arguments(args: PlainArguments, parallel_config: ParallelConf
     """Raise ConfigError if any of the ``TrainingArguments`` does not work with a sharded model."""
     if parallel_config.max_grad_norm is not None:
         raise ConfigError(
-            f"ParallelConfig(max_grad_norm={parallel_config.max_grad_norm}) is not supported, because Trainer clips the gradients.",
+            f"ParallelConfig(max_grad_norm={parallel_config.max_grad_norm}) is not supported, because Trainer clips "
+            "the gradients.",
             remedy="Set TrainingArguments(max_grad_norm=...) instead.",
         )
     for name, reason in UNSUPPORTED.items():
