@@ -78,7 +78,7 @@ def unwrap_sharded_model(model: Any) -> nn.Module | None:
 
 
 def get_world_axis(context: ParallelContext) -> Axis:
-    """Return the mesh axis that contains every rank of a parallel context."""
+    """Return a mesh axis that contains all ranks of a parallel context."""
     return context.flatten(*AXES) if context.world is not None else Axis("world")
 
 
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _shard_model_and_optimizers(
         self, model: nn.Module, optimizers: Sequence[Optimizer], data_loaders: Sequence[DataLoader[Any]]
     ) -> Optimizer | None:
-        """Shard a model and its optimizers, and return the ZeRO optimizer that replaces them, or None."""
+        """Shard a model and its optimizers. Returns the ZeRO optimizer that replaces the optimizers, or None."""
         sharded = unwrap_sharded_model(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
             count, stage = len(optimizers), self.config.effective_zero_stage
@@ -305,7 +305,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer without moving the optimizer state of a sharded model, which may be offloaded."""
+        """Wrap an optimizer, but do not move the state of a sharded model's optimizer, which may be offloaded."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
@@ -487,7 +487,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def is_replicated_data_loader(data_loader: Any) -> bool:
-    """Return whether every rank reads the same samples from a data loader, because ``prepare`` has not split it."""
+    """Return whether a data loader yields the same samples on all ranks, because ``prepare`` did not split it."""
     is_plain = isinstance(data_loader, DataLoader) and not isinstance(data_loader, DataLoaderStateMixin)
     is_torch = type(getattr(data_loader, "sampler", None)).__module__ == Sampler.__module__
     return is_plain and is_torch and not isinstance(data_loader.dataset, IterableDataset)

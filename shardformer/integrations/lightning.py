@@ -230,7 +230,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self._check_can_reuse_sharded_model(trainer)
 
     def _check_can_reuse_sharded_model(self, trainer: Trainer) -> None:
-        """Raise ConfigError if the model is already sharded in a way that this strategy cannot reuse."""
+        """Raise ConfigError if the model was sharded with another layout, or trained with ZeRO before."""
         if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
             return
         table, sizes = get_sharding_metadata(self.sharded_model), self._context.sizes
@@ -286,7 +286,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     # --- one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` of the LightningModule, and weight its loss by labels if the config requests this.
+        """Run ``training_step`` of the LightningModule, and weight its loss by the number of labels if configured.
 
         With ``average_loss_over="tokens"``, every label of the global batch counts equally. Communicates one number for
         each loss function of torch that ``training_step`` calls.

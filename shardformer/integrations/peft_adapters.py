@@ -126,7 +126,7 @@ class _ParallelLayerAdapterMixin:
 
 @contextmanager
 def _prepare_base_layer_for_adapter(base_layer: ParallelLinear, training: bool) -> Iterator[None]:
-    """Temporarily hide a base layer's bias if it is added later, and use one random state on all ranks."""
+    """Temporarily hide a bias that the base layer adds later, and use the same random state on all ranks."""
     with ExitStack() as stack:
         if training and base_layer.block is not None:
             stack.enter_context(base_layer.block.use_shared_random_state())

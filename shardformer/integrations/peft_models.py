@@ -245,7 +245,7 @@ def _load_adapter(
 def _use_full_parameters(
     model: nn.Module, get_full_value: Callable[[str, Tensor], Tensor]
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Temporarily give a model full parameters instead of those sharded by ZeRO stage 3, and yield them by name.
+    """Temporarily replace the parameter shards of ZeRO stage 3 with full parameters, and yield them by name.
 
     No hooks run in the context, because the hooks of ZeRO communicate.
 

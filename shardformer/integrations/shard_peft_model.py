@@ -557,7 +557,7 @@ def _sort_param_names_with_adapters(
 
 
 def update_sharding_metadata(model: nn.Module, sharded_model: nn.Module, name_map: AdapterTensorNameMap) -> None:
-    """Record how new parameters are sharded and their gradients reduced, and remove deleted parameters.
+    """Update the sharding metadata and gradient reduction for added and deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that only one pipeline stage has.
     """
@@ -636,7 +636,7 @@ def remove_adapter_metadata(model: nn.Module, sharded_model: nn.Module, adapter_
 
 @contextmanager
 def update_metadata_after_adapter_removal(sharded_model: nn.Module) -> Iterator[None]:
-    """Update the sharding metadata after PEFT has removed adapters from a model inside this context."""
+    """Update the sharding metadata at the end of this context, after PEFT has removed the adapters."""
     wrappers = find_peft_wrappers(sharded_model)
     yield
     state = get_sharding_metadata(sharded_model)

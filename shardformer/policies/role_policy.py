@@ -102,7 +102,7 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Return whether layers add the outputs of attention and MLP directly, which allows a single all-reduce."""
+        """Return whether layers add attention and MLP outputs directly, so that one all-reduce suffices."""
         return True
 
     def reads_intermediate_layer_outputs(self) -> bool:

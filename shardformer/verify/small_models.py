@@ -521,7 +521,7 @@ def round_up_to_supported_num_layers(family: str, head_class: str, num_layers: i
 
 
 def get_num_layers_config_fields(family: str, head_class: str, min_layers: int) -> dict[str, Any]:
-    """Return the config fields that give a small model of a family at least ``min_layers`` layers in total."""
+    """Return the config fields for a small model with at least ``min_layers`` layers in total."""
     each = round_up_to_supported_num_layers(family, head_class, min_layers) // STACKS.get(head_class, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head_class, {})}

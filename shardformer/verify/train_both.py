@@ -490,7 +490,7 @@ def _train_unsharded(job: VerifyJob) -> TrainingTrace:
 
 
 def _record_loss_and_gradients(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Compute the gradients of the unsharded model, and record them with the loss and their rounding noise."""
+    """Record the loss and gradients of the unsharded model, and the rounding noise of each gradient."""
 
     def compute_gradients(rounding_mode: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()

@@ -364,6 +364,6 @@ def _get_non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> 
 
 
 def run_verify_job(job: VerifyJob) -> Report | None:
-    """Train both models on this worker, and return the report, or None if this is not the first worker."""
+    """Train both models on this worker, and return the report on the first worker, or None on other workers."""
     plain, sharded, name, layout = train_both_models(job)
     return compare_traces(job, plain, sharded, name, layout) if plain is not None else None
