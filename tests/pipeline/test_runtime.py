@@ -61,11 +61,11 @@ def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) ->
     assert (done.returncode == 0) == (how == "caught")
     assert time.monotonic() - start < 60
     said = done.stdout + done.stderr
-    assert "stage 1 ended while stage 0, action B2@0 (backward of micro-batch 2 in virtual stage 0) waited" in said
+    assert "stage 1 ended while stage 0, action B2@0 (backward of micro-batch 2 in virtual stage 0) was waiting" in said
     if how == "raised":
         assert "In stage 1, action F2@1 (forward of micro-batch 2 in virtual stage 1)." in said
     if how == "caught":  # no step after it waits for what will not come
-        assert said.count("An earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
+        assert said.count("an earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
 
 
 def _trace(schedule: str, micro_batches: int) -> tuple[list[PipelineAction], int, bool]:
