@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
         ToyLM,
         {"policy": Written("Layer", ("mlp.fc1", Linear1D_Col), ("norm2", Linear1D_Row))},
         ConfigError,
-        ("Linear1D_Row can only replace a linear layer, but got a LayerNorm", "name the linear layer itself"),
+        ("Linear1D_Row can only replace a linear layer, but got a LayerNorm", "the path of the linear layer itself"),
     ),
     "an argument that a layer does not take, found half-way": Case(
         ToyLM,
@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
         ("'layers.0.mlp.fc1'", "gather_outputs", "from_native_module"),
     ),
     "an embedding that needs its whole table": Case(
-        embedding_with_max_norm, OWN, ConfigError, ("max_norm=1.0", "keep this embedding replicated")
+        embedding_with_max_norm, OWN, ConfigError, ("max_norm=1.0", "keep the embedding replicated")
     ),
     "overlap without sequence parallelism": Case(
         ToyLM,

@@ -558,7 +558,7 @@ def test_cache_of_another_forward_is_refused_in_training() -> None:
         (name,) = [name for name, value in kept.items() if is_kv_cache(value)]  # as this transformers calls it
         model.train()(ids, **{name: kept[name]})
 
-    with pytest.raises(InputError, match="does not support a KV cache in training"):
+    with pytest.raises(InputError, match="do not support a KV cache in training"):
         run_as_threads(go_on, tensor=2)
 
 
