@@ -95,11 +95,9 @@ class Split:
         return self.parts[self.get_shard_index(coords)]
 
     def get_local_length(self, rank: int) -> int:
-        """Return this dimension's size in one rank's shard."""
         return sum(b - a for a, b in self.parts[rank])
 
     def get_local_lengths(self) -> tuple[int, ...]:
-        """Return this dimension's size in each rank's shard."""
         return tuple(map(self.get_local_length, range(len(self.parts))))
 
     @cached_property
@@ -214,11 +212,9 @@ class Box:
     size: Offsets
 
     def view_in_full(self, full_tensor: Tensor) -> Tensor:
-        """Return this block as a view of the full tensor."""
         return _narrow_dims(full_tensor, self.full, self.size)
 
     def view_in_local(self, local_shard: Tensor) -> Tensor:
-        """Return this block as a view of the local shard."""
         return _narrow_dims(local_shard, self.local, self.size)
 
 
@@ -517,7 +513,6 @@ class AttentionHeadLayout:
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def get_num_used_kv_heads(self, rank: int) -> int:
-        """Count the KV heads that a rank's forward pass reads."""
         return len(self.get_used_kv_heads(rank))
 
     def get_query_split(self, features_per_head: int | None = None) -> Split:

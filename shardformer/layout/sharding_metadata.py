@@ -126,9 +126,6 @@ def get_gradient_reduction(
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
     the activations but not the parameter, ranks that store the same slices of it, and stages that share it.
-
-    Args:
-        axis_sizes: axis name -> axis size.
     """
     partial = set(activation_layout.get_gradient_sum_axes(region)) - spec.axes.keys()
     summed = {"data", *partial, *activation_layout.input_axes, *spec.shared_axes}
@@ -300,13 +297,11 @@ class ShardingMetadata:
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def record_replacement(self, replaced_path: str, replaced: Any, replacement: Any, kind: str = "module") -> None:
-        """Record that a module, attribute or method was replaced."""
         self.replacements.append(
             ReplacementRecord(replaced_path, _get_display_name(replaced), _get_display_name(replacement), kind)
         )
 
     def get_entries_by_param_id(self) -> dict[int, ParamEntry]:
-        """Map the ``id`` of each parameter to its ``ParamEntry``."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property

@@ -298,11 +298,7 @@ def _is_inside_module(tensor_name: str, module_path: str) -> bool:
 
 
 def make_no_pipeline_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequence[str] = ()) -> ConfigError:
-    """Create the ConfigError for pipeline parallelism with a policy that does not describe any layers.
-
-    Args:
-        policy_notes: the reasons that the policy reports.
-    """
+    """Create the ConfigError for pipeline parallelism with a policy that does not describe any layers."""
     why = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
     return ConfigError(
         f"Pipeline parallelism (pipe={pipe_size}) requires a description of the model's layers, but the policy of "

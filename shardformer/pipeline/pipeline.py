@@ -317,7 +317,7 @@ class Pipeline:
                 )
 
     def _check_same_batch_and_detect_randomness(self, batches: Sequence[Batch]) -> bool:
-        """Check that ranks received the same batch, where the parallel layout requires this.
+        """Check that ranks that must share a batch received the same batch.
 
         Returns whether any of these ranks uses random numbers in training.
         """
@@ -669,7 +669,6 @@ def _make_stage_mismatch_error(values_by_stage: Sequence[Sequence[int]], axis: A
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm layer."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 

@@ -53,11 +53,7 @@ class PipelineAction:
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def get_dependencies(self, last_stage: int) -> tuple[PipelineAction, ...]:
-        """Return the forward and backward passes that must complete before this one can start.
-
-        Args:
-            last_stage: index of the last virtual stage.
-        """
+        """Return the forward and backward passes that must complete before this one can start."""
         forward = PipelineAction(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
             return (PipelineAction(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
@@ -318,7 +314,7 @@ def find_receiver_rank(schedule: PipelineSchedule, action: PipelineAction) -> in
 
 
 def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Assign virtual pipeline stages to ranks round-robin. For zbv, goes up to the last rank and back.
+    """Assign virtual pipeline stages to ranks round-robin, or for zbv in a V: to the last rank and back.
 
     >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
@@ -533,7 +529,7 @@ def simulate_schedule(
 def compute_bubble_fraction(
     schedule_name: str, num_stages: int, num_micro_batches: int, num_chunks: int
 ) -> float | None:
-    """Compute the bubble (idle fraction) of a pipeline schedule by formula. Returns None for zbv, which has none.
+    """Compute the bubble (idle fraction) of a pipeline schedule by formula. Returns None for zbv.
 
     Assumes free communication and equal durations of F, I and W.
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::

@@ -90,7 +90,6 @@ class ParameterPlaceholders:
         return self._names.get(id(module), tuple(module._parameters))
 
     def has_placeholders(self, module: nn.Module) -> bool:
-        """Return whether any parameter of the module or its submodules is a placeholder."""
         inside = {id(m) for m in module.modules()}
         return any(id(m) in inside for m, _, _ in self._placeholders)
 
@@ -117,7 +116,6 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -290,7 +288,6 @@ class StageForward:
 
     @contextmanager
     def override_forward_methods(self, model: nn.Module) -> Iterator[None]:
-        """Override the `forward` methods of the model's layers inside the ``with`` block."""
         self._override_layer_forwards(model)
         try:
             yield
@@ -334,7 +331,6 @@ class StageForward:
             module.forward = forward
 
     def enable_layer_checkpointing(self, layer_path: str) -> None:
-        """Enable activation checkpointing for the layer at ``layer_path``."""
         self._checkpointed |= {at for at, layer in enumerate(self._chain.called_layer_paths) if layer == layer_path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:

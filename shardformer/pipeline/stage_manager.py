@@ -116,11 +116,7 @@ class PipelineStageManager:
         }  # fmt: skip
 
     def count_recomputed_layers(self, layers_per_stage: Sequence[int]) -> list[int]:
-        """Compute how many layers of each virtual stage use activation checkpointing.
-
-        Args:
-            layers_per_stage: the number of layers in each virtual stage.
-        """
+        """Compute how many layers of each virtual stage use activation checkpointing."""
         requested = self.recompute_layers
         if requested is None:
             return [0] * len(layers_per_stage)
@@ -243,7 +239,6 @@ class PipelineStages:
         return [str(self.manager.get_user_options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
-        """Replace the parameters of other pipeline stages with placeholders."""
         self.placeholders.replace_nonlocal_params(
             model, {name: self.is_stored_locally(name) for name in self.owner_stages}
         )

@@ -373,7 +373,6 @@ class Sharder:
         return new
 
     def _get_sharding_axis(self, module_path: str, plan: ShardingPlan) -> Axis:
-        """Return the mesh axis over which a module's weights are sharded."""
         inside = self.grid is not None and module_path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
@@ -477,11 +476,7 @@ def shard_for_validation(
 
 
 def _replace_module_references(model: nn.Module, replacement_by_module_id: Mapping[int, nn.Module]) -> None:
-    """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts.
-
-    Args:
-        replacement_by_module_id: id(module) -> its replacement.
-    """
+    """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts."""
     for module in model.modules():
         for name, child in module._modules.items():
             if id(child) in replacement_by_module_id:

@@ -40,11 +40,7 @@ def check_context_parallel_support(
     attention_method: str,
     policy_notes: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError if context parallelism does not support the model.
-
-    Args:
-        policy_notes: the policy's notes about the stacks.
-    """
+    """Raise ConfigError if context parallelism does not support the model."""
     if not layer_stacks:
         reason = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
         raise ConfigError(

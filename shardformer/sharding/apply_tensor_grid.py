@@ -52,7 +52,7 @@ def arrange_tensor_ranks_as_grid(config: ShardConfig, context: ParallelContext) 
 
 
 def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Add norms and other modules between attention and MLPs to the sharding plan, as 2D to 3D modes require.
+    """Add sharding rules for modules between attention and MLPs, such as norms, which a grid of ranks also shards.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, which are gathered
     before the submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -95,7 +95,7 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _is_sharding_rule_needed(module: nn.Module, hidden_size: int) -> bool:
-    """Return whether a module outside attention and MLPs has parameters or is a norm."""
+    """Return whether a module needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (hidden_size,))
 
@@ -126,7 +126,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_rule_for_module_outside_blocks(
     plan: ShardingPlan, grid: TensorGrid, layer_stack_prefix: str, module_path: str, module: nn.Module, hidden_size: int
 ) -> None:
-    """Specify in the plan how to shard a module outside attention and MLPs."""
+    """Add a rule to the plan that shards a module outside attention and MLPs."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(hidden_size,)} and not module._modules and get_norm_kind(module) is not None:

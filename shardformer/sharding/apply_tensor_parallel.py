@@ -343,9 +343,6 @@ def _create_gradient_reduction_groups(
     """Create the process groups for gradient reduction, in the same order on all processes.
 
     Returns a function that maps a reduction to the axis of its group.
-
-    Args:
-        stages_sharing_params: sets of stages that share a parameter.
     """
     context = metadata.context
     names = ("data", *metadata.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))

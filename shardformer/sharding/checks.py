@@ -347,11 +347,7 @@ def check_no_existing_optimizer(
 def check_params_not_in_optimizer(
     params: list[nn.Parameter], name_by_param_id: Mapping[int, str], model_name: str
 ) -> None:
-    """Raise ConfigError if any optimizer of the process contains one of these parameters.
-
-    Args:
-        name_by_param_id: id of each parameter -> its name.
-    """
+    """Raise ConfigError if any optimizer of the process contains one of these parameters."""
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
     lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):

@@ -154,7 +154,6 @@ class CompiledForward:
         add_tensor_wrappers_to_attention(layer)
 
     def restore_original_forward(self) -> None:
-        """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -275,7 +274,6 @@ def compile_model_if_configured(
 
 
 def _get_local_layers_by_path(model: nn.Module, layer_list_path: str) -> dict[str, nn.Module]:
-    """Map the paths of the layers on this pipeline stage to the layers."""
     layers = {
         f"{layer_list_path}.{name}": layer for name, layer in model.get_submodule(layer_list_path).named_children()
     }

@@ -249,7 +249,7 @@ def iter_local_activation_modules(
 
 
 def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
-    """Move the user's hooks on final norms after the all-gather, so that they receive the full hidden states."""
+    """Make user hooks on final norms run after the all-gather, so that they receive the full hidden states."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
@@ -283,7 +283,6 @@ def _check_shard_shapes_unchanged(model: nn.Module) -> None:
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return the ``id`` of each parameter on this pipeline stage by name."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 

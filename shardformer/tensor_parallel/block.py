@@ -70,7 +70,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalHeadWidthTensor(Tensor):
-    """Tensor (B, N, H) that reports the width of this rank's attention heads as the last dim of its ``shape``."""
+    """Block input whose last dim in ``shape`` is the width of this rank's attention heads, not the hidden size."""
 
     block: TensorParallelBlock
 
@@ -163,7 +163,7 @@ class TensorParallelBlock:
         return self._region or ReplicatedInputRegion(self.axis)
 
     def enter_block(self, hidden_states: Tensor, training: bool) -> Tensor:
-        """Convert this rank's activations into the full input (B, S, H) of the block. Communicates as ``region``."""
+        """Convert this rank's activations into the full input of the block. Communicates as ``region``."""
         if torch.compiler.is_compiling():
             return self._enter_compiled_block(hidden_states, training)
         self._outputs, self._shared_input = {}, None
@@ -327,7 +327,7 @@ class TensorParallelBlock:
         return self._random.use_outer_rng_state()
 
     def include_rng_switch_in_graph(self) -> None:
-        """Include the switch to the block's random state in the graph of a compiled layer."""
+        """Capture the switch to the block's random state in the graph of a compiled layer."""
         self._random.is_in_graph = self._random.is_enabled
 
     def exit_block(self, training: bool) -> None:

@@ -197,7 +197,7 @@ def compute_grid_column_linears(
     column_linears: Sequence[ColumnParallelLinear],
     gathered_input: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Compute all column-parallel linear layers of a block on a tensor grid. Return the detached input and the outputs.
+    """Compute a block's column-parallel linear layers on a tensor grid. Returns the detached input and the outputs.
 
     In 3D the input stays sharded, and None is returned for it. ``gathered_input`` is the full input, if already
     gathered.

@@ -86,7 +86,6 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _make_weight_and_bias_specs(self, weight_shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Create the ShardSpecs of the weight and the bias, from the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(weight_shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})

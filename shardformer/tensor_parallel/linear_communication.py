@@ -309,7 +309,7 @@ def compute_column_linears(
     column_linears: Sequence[ColumnParallelLinear],
     gathered_input: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute all column-parallel linear layers of a block. Return the detached full input and the outputs (B, S, f).
+    """Compute all column-parallel linear layers of a block. Returns the detached full input and the outputs.
 
     ``hidden_states`` is cast before the communication under autocast and for 16-bit weights. Communicates as the entry
     of the region. The backward pass overlaps the communication of the input gradient with the weight gradients.
@@ -416,7 +416,6 @@ def _compute_input_grad(
     transposed_flags: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Compute the gradient of the block input, summed over all column-parallel linear layers."""
     total = None
     for weight, t, grad in zip(weights, transposed_flags, grad_outputs, strict=True):
         if grad is None:
