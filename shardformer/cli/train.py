@@ -130,7 +130,6 @@ def _launch_training_and_exit(
     shutdown_timeout_s: int | None,
     train_command_args: list[str],
 ) -> NoReturn:
-    """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch_script
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
     from shardformer.train_command.build import build_hooks, build_optimizer_factory

@@ -305,7 +305,6 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
 
 @contextmanager
 def _show_status(status_text: str) -> Iterator[None]:
-    """Show a status line on the terminal while a ``with`` block runs."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -325,7 +324,6 @@ def _format_reports_as_json(reports: list[Report], as_list: bool) -> str:
 
 
 def _print_model_class_result(console: Console, report: Report) -> None:
-    """Print a line with the verification result of one model class."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

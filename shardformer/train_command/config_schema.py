@@ -577,7 +577,6 @@ def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
 
 
 def _suggest_correction(pydantic_error: Mapping[str, Any]) -> str:
-    """Suggest how to correct a value that pydantic rejected."""
     limits = pydantic_error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:

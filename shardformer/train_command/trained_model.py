@@ -178,7 +178,6 @@ def _find_saved_model_of_checkpoint(checkpoint_folder: Path, path_or_name: str) 
 
 
 def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return the states of all hooks in a checkpoint, by the class name of the hook."""
     extra = decode_json_value(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}

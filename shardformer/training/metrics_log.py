@@ -213,5 +213,4 @@ def _suggest_run_directories(run_path: Path, run_folders: Sequence[str]) -> str:
 
 
 def _find_metrics_files(directory: Path) -> list[Path]:
-    """Return all metrics files in the subfolders of a folder, at most two levels deep."""
     return sorted([*directory.glob(f"*/{FILE}"), *directory.glob(f"*/*/{FILE}")])

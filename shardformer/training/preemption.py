@@ -154,7 +154,6 @@ class HookSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that were replaced by ``HookSynchronizer.capture_signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)
