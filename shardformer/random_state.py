@@ -159,7 +159,7 @@ def derive_rank_seed(shared_seed: int, rank: int) -> int:
 
 
 class LocalRNGState:
-    """Random state of one rank, for example for dropout, and the switch between it and the shared state.
+    """Switch between a random state shared by all ranks and one per rank, for example for dropout.
 
     With ``broadcast_fn``, switches from one random state per rank to a shared one. This broadcasts one number.
 

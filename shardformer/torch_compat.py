@@ -97,7 +97,7 @@ def get_active_ddp_module() -> nn.Module | None:
 
 
 def is_dynamo_imported() -> bool:
-    """Return whether ``torch._dynamo`` has been imported, as every use of ``torch.compile`` does."""
+    """Return whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot be in use."""
     return "torch._dynamo" in sys.modules
 
 
