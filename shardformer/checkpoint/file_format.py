@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compute_chunk_checksum(chunk_values: Tensor, start: Offsets) -> int:
-    """Compute a 64-bit checksum of one chunk, which is added to the checksum of its full tensor."""
+    """Compute a 64-bit checksum of a chunk. The checksums of a tensor's chunks add up to that of the tensor."""
     if chunk_values.numel() == 0:
         return 0
     numbers: Any = chunk_values.detach().cpu().contiguous()
@@ -66,7 +66,7 @@ def _compute_weighted_sum(integers: numpy.ndarray[Any, Any], weights: Sequence[A
 
 
 def _compute_checksum_weights(dim: int, start_index: int, num_indices: int) -> numpy.ndarray[Any, Any]:
-    """Return an odd factor for each index along ``dim``, which weights the elements in a checksum."""
+    """Compute an odd weight for each index along ``dim``, so that the checksum depends on element positions."""
     x = numpy.arange(start_index + 1, start_index + num_indices + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -376,8 +376,8 @@ def encode_json_value(value: Any, name_in_error: str) -> Any:
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
         f"{name_in_error} is a {type_name}, which cannot be saved in a checkpoint.",
-        remedy="Pass its state_dict(), or convert it to numbers, strings, tensors, or containers of these. Arrays "
-        f"and tensors may have up to {MOST} elements.",
+        remedy="Save its state_dict() instead, or convert the value to numbers, strings, tensors of at most "
+        f"{MOST} elements, or containers of these.",
     )
 
 

@@ -122,7 +122,7 @@ def _collect_states_and_param_groups(
         found = collect_optimizer_states(optimizer, model_tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"Got {len(found)} optimizers ({', '.join(each.kind for each in found)}), but a state dict stores one.",
+                f"A state dict stores one optimizer, but got {len(found)}: {', '.join(each.kind for each in found)}.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
@@ -134,7 +134,7 @@ def _collect_states_and_param_groups(
             kind = found[0].kind
             raise ConfigError(
                 f"Pipeline parallelism requires the parameters of {kind} to be in the order of model.parameters().",
-                remedy="Pass the parameters to the optimizer in this order.",
+                remedy="Create the optimizer from model.parameters(), or keep this order in each parameter group.",
             )
         return found[0], groups
 

@@ -299,7 +299,7 @@ class DiskShard(HostOffloadedShard):
         return True
 
     def evict(self) -> None:
-        """Write the updated tensors to the file in the background, next to the previous version, and free them."""
+        """Write the updated tensors to the file in the background without overwriting the previous version."""
         self.wait_for_copies()
         record, tensors = self._get_layout_and_tensors()
         try:

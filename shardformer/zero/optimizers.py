@@ -134,7 +134,7 @@ class LARS(Optimizer):
 
 
 def _compute_trust_ratio(param: Tensor, update: Tensor) -> Tensor:
-    """Return the norm of a parameter divided by the norm of its update, or 1 if either norm is 0."""
+    """Compute the ratio of the parameter norm to the update norm, or 1 if either norm is 0."""
     long, short = param.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 
