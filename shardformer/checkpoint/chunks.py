@@ -109,11 +109,11 @@ class LocalTensorRegion:
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def make_tensor_item(self, tensor_name: str, buffer: Tensor) -> CheckpointTensor:
-        """Create a ``CheckpointTensor`` whose chunks are views of ``buffer``, which stores this rank's elements."""
+        """Create a ``CheckpointTensor`` whose chunks are views of this rank's elements in ``buffer``."""
         return CheckpointTensor(tensor_name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
     def split_into_chunks(self, buffer: Tensor) -> list[LocalTensorChunk]:
-        """Split ``buffer``, which stores this rank's elements, into rectangular chunks of the full tensor."""
+        """Split this rank's elements in ``buffer`` into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:

@@ -114,7 +114,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class TensorIndexEntry:
-    """The entry of one tensor in the index of a checkpoint: its dtype, its full shape and its saved chunks."""
+    """Entry of a tensor in the checkpoint index: its dtype, its full shape and its saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -222,7 +222,6 @@ def read_save_number_and_time(checkpoint_folder: Path) -> tuple[int, float]:
 
 
 def decode_saved_chunk(json_values: Sequence[Any]) -> SavedChunk:
-    """Create a ``SavedChunk`` from its JSON representation in the index."""
     start, size, file, total = json_values
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -232,7 +231,6 @@ def _compute_sha256(text: str) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -265,7 +263,7 @@ class TensorToWrite(NamedTuple):
 
 
 def get_safetensors_dtype_and_shape(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """Return the dtype name and the shape of a tensor as the header of a safetensors file lists them."""
+    """Return the dtype name and the shape of a tensor in the format of a safetensors header."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
@@ -324,7 +322,6 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, s
 
 
 def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
         supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
@@ -334,7 +331,7 @@ def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
 
 
 def find_overlapping_chunks(index_entry: TensorIndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield each saved chunk of a tensor that overlaps ``chunk``, as its number and the overlap."""
+    """Yield the number and the overlap of each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(index_entry.chunks):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common

@@ -472,7 +472,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The result of ``load_checkpoint``, with the path, step and extra values of the checkpoint.
+    """Path, step and extra values of a checkpoint that ``load_checkpoint`` has loaded.
 
     Args:
         path: path of the checkpoint.

@@ -41,11 +41,11 @@ FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the o
 def gather_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, shared_directory: str | os.PathLike[str]
 ) -> Any:
-    """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
+    """Gather the state of a sharded optimizer into one state dict on rank 0.
 
-    The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
-    shards to a temporary folder, from which rank 0 reads full tensors, so that no other rank needs memory for them.
-    Communicates names and sizes.
+    Returns None on other ranks. The state dict fits the optimizer of the unsharded model. All ranks must call this
+    function. The ranks write their shards to a temporary folder, from which rank 0 reads full tensors, so that no other
+    rank needs memory for them. Communicates names and sizes.
 
     Args:
         optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
@@ -182,7 +182,6 @@ def _split_optimizer_state(
 def _iter_local_state_tensors(
     optimizer_states: OptimizerStates, tensors_by_param: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
-    """Yield this rank's shard of each optimizer state tensor."""
     for slot in optimizer_states.iter_optimizer_tensors():
         for key, full in tensors_by_param.get(slot.name, {}).items():
             yield (

@@ -58,7 +58,7 @@ Ranks = dict[int, torch.dtype]
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Number of bytes that this rank sent, received, and copied from its own memory while resharding."""
+    """Bytes that this rank sent, received, and copied from its own memory while resharding."""
 
     sent: int
     received: int

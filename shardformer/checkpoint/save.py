@@ -45,7 +45,7 @@ LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 
 @dataclass(eq=False)
 class RankSnapshot:
-    """The data that one rank writes into a checkpoint: chunks of tensors and entries of the index.
+    """Tensor chunks and index entries that one rank writes into a checkpoint.
 
     Args:
         rank: this rank, out of the ``size`` ranks that save.

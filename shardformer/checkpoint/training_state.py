@@ -96,7 +96,6 @@ class ModelCheckpointTensors:
 
     @property
     def mesh_axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, keyed by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -149,7 +148,6 @@ class ModelCheckpointTensors:
         return {id(p) for unit in (self.zero.stage3_param_groups if self.zero is not None else ()) for p in unit.params}
 
     def compute_buffer_checksums(self) -> dict[str, int]:
-        """Compute a checksum of each buffer on this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
@@ -237,7 +235,7 @@ def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_regi
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """A parameter that an optimizer updates, or a slice of one, with its position in the full parameter."""
+    """Parameter or parameter slice that an optimizer updates, with its position in the full parameter."""
 
     name: str
     param: Tensor

@@ -127,7 +127,6 @@ class LossFunctionCall:
         )
 
     def compute_loss(self) -> Tensor:
-        """Call the loss function with the recorded arguments."""
         return self.loss_fn(*self.args, **self.kwargs)
 
     def compute_mean_denominator(self) -> LossCount:
@@ -289,7 +288,6 @@ class MicroBatchLossScaler:
         self._recorder.__enter__()
 
     def stop_recording_loss_calls(self) -> None:
-        """Stop recording the calls of loss functions in the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)

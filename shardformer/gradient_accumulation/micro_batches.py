@@ -114,7 +114,7 @@ def _has_same_modality(input_name: str, grid_name: str) -> bool:
 def _find_per_patch_input_names(
     batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int
 ) -> list[str]:
-    """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
+    """Find the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
     names = [name for name in _find_input_names_with_num_rows(batch, num_patches) if name != grid_name]
     names = [name for name in names if _has_same_modality(name, grid_name)] or names
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
@@ -161,7 +161,7 @@ def _find_sample_image_ends(
 
 
 def _count_media_tokens(batch: Mapping[Any, Any], grid_name: str, media_token_ids: Ids) -> tuple[list[list[int]], bool]:
-    """Count the image placeholder tokens of each sample, for every token id that can be the placeholder.
+    """Count each sample's image placeholder tokens, for every possible placeholder token id.
 
     Also returns whether the id of the placeholder is known. Works for videos and audio, too.
     """

@@ -1,4 +1,4 @@
-"""Gradient buckets. A single collective reduces a bucket over the ranks.
+"""Buckets of gradients, each of which is reduced over ranks with a single collective.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
@@ -287,12 +287,12 @@ class GradientBucket:
         return summed_values[:count]
 
     def get_numel_and_packed_ranges(self) -> tuple[int, list[slice]]:
-        """Return the size of the bucket and the range of each gradient, without padding between gradients."""
+        """Compute the size of the bucket and the range of each gradient, without padding between gradients."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
     def get_shard_numel_and_ranges(self, num_ranks: int = 1) -> tuple[int, list[slice]]:
-        """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
+        """Compute the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
         Gradients are consecutive. A full gradient is in the shard of one rank. The largest are assigned first, each

@@ -66,7 +66,7 @@ def clip_grad_norm_(
 
 
 def clip_grads_with_norm_(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model from the norm ``total_norm`` to at most ``max_norm``."""
+    """Scale gradients whose norm is ``total_norm`` so that their norm is at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
@@ -221,7 +221,7 @@ def _check_norm_is_finite(total_norm: Tensor) -> None:
 
 
 def _reject_zero_optimizer_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError if ``params`` are the parameters of a ZeroOptimizer instead of those of the model."""
+    """Raise ConfigError if ``params`` are the parameter shards of a ZeroOptimizer."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):

@@ -15,7 +15,7 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A line of a host file: the name of a machine and the number of processes to start on it, if specified."""
+    """Line of a host file: the name of a machine and, optionally, the number of processes to start on it."""
 
     name: str
     slots: int | None = None

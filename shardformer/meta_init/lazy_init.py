@@ -236,7 +236,7 @@ def is_modified_outside_lazy_init(param: nn.Parameter) -> bool:
 
 
 class _ActiveLazyInitParams(threading.local):
-    """The parameters registered in each ``LazyInit`` context that is active in this thread."""
+    """Parameters that were registered in each active ``LazyInit`` context of this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
@@ -462,7 +462,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def get_lazy_init_notes(model: nn.Module) -> list[str]:
-    """Return notes about how the weights of a lazily built model were computed."""
+    """Describe how the weights of a lazily built model were computed, as lines of text."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 

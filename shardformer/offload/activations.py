@@ -513,7 +513,7 @@ def _register_layer_input(store: ActivationStore, module_path: str, layer: nn.Mo
 
 
 def _find_layers_with_replicated_inputs(model: nn.Module, offload_target: str) -> dict[str, nn.Module]:
-    """Return the layers whose hidden states are identical on all tensor ranks, by module path."""
+    """Find the layers whose hidden states are replicated over tensor ranks, by module path."""
     layers, sharded_layout = dict[str, nn.Module](), ""
     for module, state in _find_sharded_models(model):
         policy: Any = state.request.policy

@@ -218,7 +218,7 @@ class SavedTensorStorage:
         self.add_device_bytes(ON_DEVICE, self.size)
 
     def add_device_bytes(self, memory_kind: str, num_bytes: int) -> None:
-        """Count ``num_bytes`` more bytes on the device as ``memory_kind``, for this storage and for the model."""
+        """Add ``num_bytes`` to the device memory that is counted as ``memory_kind``."""
         self._counted[memory_kind] += num_bytes
         self.counter.add_device_bytes(memory_kind, num_bytes)
 
@@ -276,7 +276,7 @@ class SavedTensorHandle:
 
 
 def get_byte_range_in_storage(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of bytes (start, end) that a tensor uses in its storage."""
+    """Compute the range of bytes (start, end) that a tensor uses in its storage."""
     start = int(tensor.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (last + 1) * tensor.element_size()

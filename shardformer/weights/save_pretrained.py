@@ -239,7 +239,7 @@ def _complete_export(
     files: dict[str, list[tuple[str, TensorIndexEntry]]],
     tokenizer: Any,
 ) -> None:
-    """Write the config and the other remaining files of an export, and move the directory to its final path."""
+    """Write the remaining files of an export, such as the config, and move the directory to its final path."""
     remove_file_or_folder(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}

@@ -58,7 +58,7 @@ class ZeroOptions:
 
 
 def as_optimizer_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one or more optimizers as a list. Raise ConfigError if an object is not an optimizer."""
+    """Convert one or more optimizers to a list. Raise ConfigError if an object is not an optimizer."""
     found: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"

@@ -132,7 +132,7 @@ def _group_requires_full_matrices(
 
 @without_fake_tensors()
 def can_step_params_separately(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same updates if each parameter is updated in a separate step.
+    """Return whether an optimizer can update each parameter in a separate step with the same result.
 
     This is False if the optimizer counts steps globally or per parameter group. It is also False if the optimizer has
     step hooks, which would run several times.
@@ -272,7 +272,7 @@ def compute_state_after_one_step(
 def estimate_optimizer_state_bytes(
     optimizer: Optimizer, param_group: dict[str, Any], param: Tensor, weight_itemsize: int = 0
 ) -> float:
-    """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
+    """Estimate the bytes of a parameter's optimizer state by running one step on a smaller parameter.
 
     Args:
         weight_itemsize: Bytes per element of the weights that the optimizer updates. By default those of ``param``.

@@ -217,7 +217,7 @@ class FlatParamShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, param_index: int, grad_slot: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into the shard, and return the slice that this rank updates, or None if there is no slice.
+        """Copy a parameter into the shard, and return the slice that this rank updates, or None.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -474,7 +474,7 @@ class FlatParamShard:
         return full_buffer[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def all_gather_grad(self, param_index: int) -> Tensor | None:
-        """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
+        """All-gather the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
         local = (
             self.reduced_grads if self.reduced_grads is not None else torch.zeros(self.length, dtype=self.wide_dtype)
         )

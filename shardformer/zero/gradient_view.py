@@ -1,4 +1,4 @@
-"""The tensor class of ``p.grad`` under ZeRO, which has the parameter's shape but stores only this rank's slice.
+"""Tensor subclass for ``p.grad`` under ZeRO, which stores only this rank's slice of the gradient.
 
 Training scripts scale, clamp, perturb and discard gradients between ``backward`` and ``step``. An element-wise function
 is applied to this rank's slice, which the optimizer step uses. Other functions, such as a norm or an index, need the
@@ -25,7 +25,7 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 
 
 class GradStorage(Protocol):
-    """Interface of the object that stores the gradients of a bucket (see ``FlatParamShard``)."""
+    """Interface of objects that store the gradients of a bucket, such as ``FlatParamShard``."""
 
     @property
     def gradient_slots(self) -> Sequence[GradientSlot]: ...
@@ -99,7 +99,7 @@ class ShardedGradient(Tensor):
             self.grad_storage.record_grad_edit(self.param_index, str(func))
 
     def slice_operand_like_local_grad(self, operand: Tensor, func: TorchFunction) -> Tensor:
-        """Return the elements of ``operand`` that correspond to this rank's slice of the gradient."""
+        """Slice ``operand`` to the elements that correspond to this rank's slice of the gradient."""
         local = self.local_grad
         if isinstance(operand, ShardedGradient):
             if not operand.is_grad_of(self.grad_storage, self.param_index):

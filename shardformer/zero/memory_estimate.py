@@ -245,7 +245,7 @@ MARGIN = 0.9
 
 
 def check_free_memory_option(zero_options: ZeroOptions, device: torch.device) -> None:
-    """Raise ConfigError if an option is "free", but the free memory of the device is unknown."""
+    """Raise ConfigError if an option is "free" on a device that is not a CUDA device."""
     brings = zero_options.offload.on_device == FREE_MEMORY
     stays = zero_options.stage == 3 and zero_options.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
@@ -322,13 +322,12 @@ class DevicePlacementManager:
 
 
 def get_free_bytes_at_peak(device: torch.device) -> float:
-    """Compute how many bytes of GPU memory were free at peak memory use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 def move_shard_to_device(shard: FlatParamShard, optimizers: Sequence[Optimizer]) -> None:
-    """Move the offloaded master weights and optimizer states of a shard to the device between two steps."""
+    """Move a shard's offloaded master weights and optimizer states to the device between two steps."""
     shard.move_master_weights_to_device()
     values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:

@@ -124,9 +124,9 @@ def detach_zero_optimizer(optimizer: Optimizer) -> None:
 
 
 def get_zero_optimizer(optimizer: Optimizer) -> Any:
-    """Return the ZeroOptimizer to which an optimizer belongs, or None.
+    """Return the ZeroOptimizer that wraps an optimizer, or None.
 
-    A copy of an optimizer does not belong to a ZeroOptimizer.
+    A copy of an optimizer is not wrapped.
     """
     zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None

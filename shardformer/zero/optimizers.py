@@ -91,7 +91,7 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum that scales the learning rate of each parameter by parameter norm / gradient norm.
+    """SGD with momentum that scales each parameter's learning rate by the ratio of parameter norm to gradient norm.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
     as biases and norms, and groups with ``trust=0`` use the plain learning rate.

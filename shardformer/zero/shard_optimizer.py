@@ -172,7 +172,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
-    """Return the sharding metadata of a model, and create it first if the model is not sharded.
+    """Return the sharding metadata of a model, or create it if the model is not sharded.
 
     Raises:
         ConfigError: The model is wrapped, for example in DistributedDataParallel, or was sharded with another context.

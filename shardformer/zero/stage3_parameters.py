@@ -179,7 +179,6 @@ class Stage3ParamGroup:
 
     @_without_inference_mode
     def wait_for_unshard(self) -> None:
-        """Wait until the full parameters are gathered."""
         if self.is_gathered:
             return
         self.start_unshard()
@@ -419,7 +418,6 @@ class ParamGroupGradReducer(PausableGradientReducer):
         )
 
     def has_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
-        """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
         return any(
             gradient.has_unreduced_grad
             for bucket in self._buckets.get(param_group.index, ())
@@ -485,7 +483,7 @@ class ParamGroupGradReducer(PausableGradientReducer):
 
 @dataclass
 class SavedParamView:
-    """A reference to a gathered tensor, which autograd saves for the backward pass instead of the tensor."""
+    """Reference that autograd saves for the backward pass instead of a gathered parameter."""
 
     forward_pass_index: int
     param_group: Stage3ParamGroup

@@ -414,7 +414,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def scale_loss(self) -> Iterator[float]:
-        """Yield the loss scale. Multiply the loss by it and call ``loss.backward()`` inside this context."""
+        """Yield the loss scale, for a loss that you scale yourself. Call ``loss.backward()`` inside this context."""
         self._is_scaled = True
         try:
             yield self._precision.current_loss_scale
