@@ -61,6 +61,6 @@ def as_optimizer_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimi
     """Convert one or more optimizers to a list. Raise ConfigError if an object is not an optimizer."""
     found: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
-    rule = "It must be an optimizer or a list of optimizers of the model's parameters"
+    rule = "optimizer must be a torch optimizer or a list of optimizers for the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found

@@ -90,7 +90,7 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         check_choice("precision", self.parameters, PARAMETER_DTYPES)
         check_choice("MixedPrecision.gradients", self.gradients, ("fp32", None))
-        rule, remedy = "It must be a LossScale", "Omit loss_scale to use its default"
+        rule, remedy = "loss_scale must be a LossScale", "Omit loss_scale to use its default"
         is_scale = isinstance(self.loss_scale, LossScale)
         check_argument("MixedPrecision.loss_scale", self.loss_scale, is_scale, rule, remedy)
         supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
