@@ -440,10 +440,10 @@ def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpoi
                 "The optimizer was created by shard_optimizer for another model.",
                 remedy="Pass the model that you passed to shard_optimizer.",
             )
-    plain = unwrap_zero_optimizers(as_list(optimizer))
-    for each in plain:
+    optimizers = with_nested_optimizers(unwrap_zero_optimizers(as_list(optimizer)))
+    for each in optimizers:
         _check_saves_only_torch_state(each)
-    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(with_nested_optimizers(plain))]
+    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(optimizers)]
 
 
 def with_nested_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -263,8 +263,13 @@ class GradientBucket:
 
     @property
     def grad_presence_flags(self) -> list[float]:
-        """Flag for each parameter: 1 if this rank has a new dense gradient, -1 for a sparse gradient, 0 for none."""
-        return [(-1.0 if g.is_sparse else 1.0) if g.has_unreduced_grad else 0.0 for g in self.gradients]
+        """Flag of each parameter: 1 for a new dense gradient on this rank, ``sparse_flag`` if sparse, 0 for none."""
+        return [(self.sparse_flag if g.is_sparse else 1.0) if g.has_unreduced_grad else 0.0 for g in self.gradients]
+
+    @property
+    def sparse_flag(self) -> float:
+        """A negative power of two, whose multiples stay negative if the flags of all dense gradients are added."""
+        return -float(2 ** self.axis.size.bit_length())
 
     def get_extra_values(self) -> list[float]:
         """Return extra numbers that are summed over ranks in the same collective as the gradients.
@@ -359,7 +364,7 @@ class AllReduceToGrad:
     s + sum(g) / divisor. Accumulation is correct whether or not the earlier backward passes were paused.
 
     A sparse gradient is reduced as a dense one, and then gets the rows that it has on any rank. At the end of the
-    backward pass this communicates their indices.
+    backward pass this communicates their indices. If it is dense on another rank, it becomes dense, as in autograd.
     """
 
     supports_sparse = True  # otherwise a sparse gradient is converted to a dense one
@@ -392,17 +397,12 @@ class AllReduceToGrad:
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.view_in_bucket(flat[place])
-                if had is not None and had[i] < 0:
+                if had is not None and had[i] < 0 and not had[i] % -bucket.sparse_flag > 0:  # sparse on all ranks
                     self._sparse.append((gradient, value))
-                elif gradient.param.grad is None:
+                elif gradient.param.grad is None or gradient.param.grad.is_sparse:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-            elif gradient.has_unreduced_grad:
-                raise InputError(
-                    f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others.",
-                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True from its module.",
-                )
 
     def on_backward_end(self) -> None:
         """Convert the summed gradients back to sparse tensors, which contain the rows of all ranks.
