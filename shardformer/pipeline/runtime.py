@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, InputError, LaunchError
+from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, does_loss_compare_samples
 from shardformer.gradient_accumulation.micro_batches import iter_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageCommunicator
 from shardformer.pipeline.schedules import ActionKind, PipelineAction, PipelineSchedule
 from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
-from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_all_nan
+from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, has_nan, is_all_nan
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import tree_map_only
 
@@ -67,6 +67,7 @@ class LastStageOutputs:
         """Store the model's output for a micro-batch, and return its loss for the backward pass, if any."""
         if self._weights is None:
             self._outputs[micro_batch_index] = output
+            self._check_first_output_is_not_nan(output)
             return None
         try:
             loss = self._extract_loss(output, self._parts[micro_batch_index])
@@ -97,7 +98,8 @@ class LastStageOutputs:
         """Raise an error if the first loss is NaN because all labels are ignored or the model is split into stages."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iter_named_tensors({"output": output})]
-        if not is_valid or not is_all_nan(loss) or not any(map(is_all_nan, outputs)):
+        is_misplaced = self._stage_forward.misplaced_module_path is not None
+        if not is_valid or not is_all_nan(loss) or not (is_misplaced or any(map(is_all_nan, outputs))):
             return
         tensors = [(str(name[-1]), t) for part in self._parts for name, t in iter_named_tensors(part)]
         labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
@@ -106,10 +108,21 @@ class LastStageOutputs:
                 f"The loss is NaN because all labels of the batch are {IGNORED} (ignored).",
                 remedy="Check the collator that creates the labels, and skip batches without labels.",
             )
+        if (path := self._stage_forward.misplaced_module_path) is not None:
+            raise _make_misplaced_module_error("loss", path)
         raise ConfigError(
             "The loss is NaN, because it uses a model output that only an earlier pipeline stage computes.",
             remedy="Pass a loss_fn to Pipeline that uses only the last hidden states or the logits, or omit pipe.",
         )
+
+    def _check_first_output_is_not_nan(self, output: Any) -> None:
+        """Raise PolicyError if all values of the first output are NaN because of a module on the wrong stage."""
+        is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
+        path = self._stage_forward.misplaced_module_path
+        if is_valid and path is not None:
+            tensors = [t for _, t in iter_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
+            if all(map(has_nan, tensors)):
+                raise _make_misplaced_module_error("output", path)
 
     @property
     def averages_only_over_class_labels(self) -> bool:
@@ -130,6 +143,14 @@ class LastStageOutputs:
         elif self.loss is not None:
             self._weights.run_deferred_checks()
             self.counted, self.factors = self._weights.num_counted_labels, self._weights.loss_factors_hash
+
+
+def _make_misplaced_module_error(result: str, module_path: str) -> PolicyError:
+    return PolicyError(
+        f"The {result} is NaN, because {module_path} runs after the last layer, but the policy places it on an earlier "
+        "pipeline stage.",
+        remedy=f'Add "{module_path}" to with_last_layer in the PipelineHints of the last layer stack.',
+    )
 
 
 def find_loss_in_output(output: Any) -> Tensor | None:

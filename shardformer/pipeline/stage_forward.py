@@ -89,6 +89,11 @@ class ParameterPlaceholders:
         """Return the names of a module's own parameters and placeholders, in registration order."""
         return self._names.get(id(module), tuple(module._parameters))
 
+    def find_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules with parameters of their own that are placeholders, by path."""
+        incomplete = {id(module) for module, _, _ in self._placeholders}
+        return {path: module for path, module in model.named_modules() if id(module) in incomplete}
+
     def has_placeholders(self, module: nn.Module) -> bool:
         inside = {id(m) for m in module.modules()}
         return any(id(m) in inside for m, _, _ in self._placeholders)
@@ -278,6 +283,7 @@ class StageForward:
         self._patched_layers: dict[str, tuple[nn.Module, int, int]] = {}
         self._checked_layers: set[int] = set()
         self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
+        self.misplaced_module_path: str | None = None  # runs after the last layer, but an earlier stage has its weights
         self.now: StageForwardState | None = None
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RNGUseDetector(device or torch.device("cpu"))
@@ -318,6 +324,9 @@ class StageForward:
                 outside[module] = outside.get(module, frozenset()) | self._owners.get(f"{path}.weight", frozenset())
         for module, layer_indices in outside.items():
             self._skip_module_on_other_stages(module, layer_indices)
+        for path, module in self._placeholders.find_modules(model).items():
+            if id(module) not in in_layers:
+                self._record_call_after_last_layer(module, path)
 
     def _override_forward(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
@@ -515,6 +524,13 @@ class StageForward:
             return original(*args, **kwargs)
 
         self._override_forward(module, forward)
+
+    def _record_call_after_last_layer(self, module: nn.Module, path: str) -> None:
+        def record_call_pre_hook(*_: Any) -> None:
+            if self.now is not None and self._num_layers - 1 in self.now.called_layers:
+                self.misplaced_module_path = self.misplaced_module_path or path
+
+        self._remove_hooks.append(register_forward_hooks(module, HookOrder.STAGE_INPUT, record_call_pre_hook))
 
 
 class _ForwardOverride:
