@@ -151,7 +151,7 @@ def call_after_import(module_name: str, patch: LibraryPatch, callback: Callable[
 
     Args:
         module_name: the module.
-        patch: description of the entry that ``sys.meta_path`` gets in the second case.
+        patch: description of the entry that ``sys.meta_path`` gets if the module is not yet imported.
     """
     if module_name in sys.modules:
         callback()

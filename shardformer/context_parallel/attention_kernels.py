@@ -88,7 +88,7 @@ class BlockAttentionMask:
     """Attention mask between a block of queries and a block of keys."""
 
     is_causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
-    mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``causal``
+    mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``is_causal``
     query_positions: Tensor  # positions of the queries
     key_positions: Tensor  # positions of the keys
 

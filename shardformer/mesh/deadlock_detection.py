@@ -318,7 +318,7 @@ def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tu
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     if frame.f_code is MonitoredWork.wait.__code__:
         work: MonitoredWork = frame.f_locals["self"]
-        return work.awaited_message if isinstance(work, ReceiveWork) else work.joined
+        return work.awaited_message if isinstance(work, ReceiveWork) else work.awaited_collective
     if "async_op" in names and "group" in names:
         return frame.f_locals.get("group"), None, _VARIANT_SUFFIX.sub("", frame.f_code.co_name)
     return None

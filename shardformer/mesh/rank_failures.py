@@ -92,7 +92,7 @@ class MonitoredWork:
             one, kind of collective), or None if they are not counted.
     """
 
-    __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
+    __slots__ = ("_peer", "_peers", "_what", "_work", "awaited_collective")
 
     def __init__(
         self,
@@ -103,13 +103,8 @@ class MonitoredWork:
         awaited_collective: tuple[Any, int, str] | None = None,
     ) -> None:
         assert work is not None, "an axis contains this process, so torch returns a work handle"
-        self._work, self._peers, self._what, self._peer, self.joined = (
-            work,
-            peers,
-            operation,
-            peer_index,
-            awaited_collective,
-        )
+        self._work, self._peers, self._what, self._peer = work, peers, operation, peer_index
+        self.awaited_collective = awaited_collective
 
     def wait(self) -> bool:
         with self._peers.convert_to_lost_peer_error(self._what, self._peer):
@@ -149,9 +144,9 @@ class ReceiveWork(MonitoredWork):
     @property
     def awaited_message(self) -> tuple[Any, int, int] | None:
         """Message for which this rank waits, or None. It is (process group, sender, number of messages received)."""
-        if self.joined is None or self._from < 0:
+        if self.awaited_collective is None or self._from < 0:
             return None
-        return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
+        return self.awaited_collective[0], self._peers.ranks[self._from], self._arrived[self._from]
 
 
 SAY_AFTER_S = 20.0

@@ -313,7 +313,7 @@ class Pipeline:
                 name = path or type(self._model).__name__
                 raise ConfigError(
                     f"Pipeline parallelism does not support compiled modules, but {name} is compiled.",
-                    remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
+                    remedy="Set compile=True in ParallelConfig, or compile parts of layers, as in layer.mlp.compile().",
                 )
 
     def _check_same_batch_and_detect_randomness(self, batches: Sequence[Batch]) -> bool:

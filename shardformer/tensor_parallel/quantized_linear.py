@@ -190,7 +190,8 @@ def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice
             if width % state.blocksize
             else f"The columns {columns} of the 4-bit weight do not start and end at a multiple of {MIN_BLOCK}, so "
             "sharding would split a quantization block",
-            remedy="Use fewer tensor ranks, or list the layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
+            remedy="List the layer in llm_int8_skip_modules of the BitsAndBytesConfig"
+            + ("." if width % state.blocksize else ", or use fewer tensor ranks."),
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
