@@ -153,7 +153,8 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
     rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
     title = "Types that differ from the plain model in two stages, or raise an error:"
     lines += ["", title, "", "| type | reason |", "|---|---|"] if rest else []
-    why = {line["type"]: re.sub(r"^pipe=\d+ does not work with \w+: ", "", line["said"]) for line in rest}
+    prefix = r"^\w+ does not support pipeline parallelism \(pipe=\d+\): "
+    why = {line["type"]: re.sub(prefix, "", line["said"]) for line in rest}
     return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
 
 

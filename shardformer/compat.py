@@ -1,4 +1,4 @@
-"""Names from ColossalAI's ShardFormer and from earlier versions of this package, so that old scripts still work."""
+"""Deprecated names from ColossalAI's ShardFormer and earlier versions, so that old scripts still work."""
 
 from __future__ import annotations
 

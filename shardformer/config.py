@@ -53,7 +53,7 @@ class ShardOptions(TypedDict, total=False):
 @deprecate_renamed_arguments(RENAMED_SHARD_FIELDS, renamed_attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
-    """Options that specify how a model is sharded.
+    """Options for sharding a model.
 
     Create them with ``ParallelConfig.make_shard_config(context)``, or write them directly as in ColossalAI.
 
@@ -144,7 +144,7 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """Return how the activations between transformer blocks are sharded."""
+        """Return the layout of activations between transformer blocks."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:
@@ -158,13 +158,13 @@ class ShardConfig:
 
     @property
     def has_context_parallel(self) -> bool:
-        """Whether context parallelism is enabled, which shards the sequence dimension over the sequence axis."""
+        """Whether context parallelism is enabled, which shards activations over the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
 
     def get_attention_head_axis(self) -> Axis:
-        """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
+        """Return the mesh axis that shards attention heads: tensor, or column in a tensor parallel grid."""
         context = self.resolve_context()
         return context.axes["column"] if self.has_tensor_parallel_grid and "column" in context.axes else context.tensor
 
@@ -174,7 +174,7 @@ class ShardConfig:
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """Return the parallel context that was passed, or create one from the tensor parallel process group."""
+        """Return the configured parallel context, or create one from the tensor parallel process group."""
         context = self._get_or_create_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
@@ -186,7 +186,7 @@ class ShardConfig:
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             size = sizes["sequence"]
             raise ConfigError(
-                f"activation_layout={self.activation_layout} shards nothing over the sequence axis of size {size}.",
+                f"activation_layout={self.activation_layout} does not use the sequence axis, which has size {size}.",
                 remedy="Remove activation_layout, or use sequence=1.",
             )
         return context
@@ -206,7 +206,7 @@ class ShardConfig:
         return ParallelContext.from_group(group) if context is None else context
 
     def get_sharding_options(self) -> dict[str, bool | str]:
-        """Return the options that affect how a model is sharded."""
+        """Return the options that affect the sharding of a model."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = ("tensor_parallel_mode", "context_parallel") if self.has_context_parallel else ("tensor_parallel_mode",)
         modes = (*modes, "compile") if self.compile else modes
@@ -236,7 +236,7 @@ RENAMED_FIELDS = {
 @deprecate_renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Configuration of distributed training, such as the parallel axes, the pipeline schedule and the ZeRO stage.
+    """Configuration of distributed training: parallel axes, pipeline schedule, ZeRO stage and other options.
 
     The command line flags, the table ``[parallel]`` of a run configuration and their documentation are generated from
     these fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can represent.
@@ -388,7 +388,6 @@ class ParallelConfig:
     def _check_fields_have_effect(
         self, field_names: Sequence[str], is_required_option_set: bool, required_option: str
     ) -> None:
-        """Raise ConfigError for fields that have no effect because another option is not set."""
         changed = [f"{n}={getattr(self, n)!r}" for n in field_names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_required_option_set:
             passed, unused = ", ".join(changed), " and ".join(n.partition("=")[0] for n in changed)
@@ -408,7 +407,7 @@ class ParallelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
-        """Create a ParallelConfig from the dict that ``to_dict`` returns. Raises ConfigError for an unknown field."""
+        """Create a ParallelConfig from the output of ``to_dict``. Raises ConfigError for an unknown field."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
@@ -425,27 +424,27 @@ class ParallelConfig:
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict that can be saved as JSON."""
+        """Return all fields as a JSON-serializable dict."""
         return {each.name: _to_json_value(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     @cache
     def get_field_descriptions(cls) -> dict[str, tuple[Any, str]]:
-        """Return the type and the description of each field, for configuration files and the command line."""
+        """Return the type and description of each field, for configuration files and the command line."""
         stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
         hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
         return {each.name: get_args(hints[each.name])[:2] for each in fields(cls)}
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of each mesh axis, keyed by axis name. The size of the data axis may be None."""
+        """Size of each mesh axis by axis name. The size of the data axis may be None."""
         from shardformer.mesh.rank_grid import count_ranks_on_axis
 
         composite = {name: count_ranks_on_axis(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def describe(self, axis_sizes: Mapping[str, int]) -> str:
-        """Describe the parallel layout by its axis sizes and the options that differ from their defaults.
+        """Describe the parallel layout by its axis sizes and non-default options.
 
         Args:
             axis_sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
@@ -458,7 +457,7 @@ class ParallelConfig:
         return ", ".join(f"{name}={value}" for name, value in {**axes, **options}.items()) or "one process"
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
-        """Return a copy of this configuration that is adapted to another number of processes.
+        """Return a copy that is adapted to another number of processes.
 
         The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers remain
         divisible. The data axis gets the remaining processes.
@@ -488,22 +487,22 @@ class ParallelConfig:
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
     def get_shard_config_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments for ``ShardConfig`` that correspond to this configuration."""
+        """Return the keyword arguments of the corresponding ``ShardConfig``."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
         options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
     def get_stage_manager_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments for ``PipelineStageManager`` that correspond to this configuration."""
+        """Return the keyword arguments of the corresponding ``PipelineStageManager``."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
     def get_zero_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments for ``shard_optimizer`` that correspond to this configuration."""
+        """Return the corresponding keyword arguments of ``shard_optimizer``."""
         names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def make_shard_config(self, context: ParallelContext) -> ShardConfig:
-        """Create a ``ShardConfig`` from this configuration and the mesh of ``context``."""
+        """Create a ``ShardConfig`` from this configuration and a parallel context."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
         manager = PipelineStageManager(context, **self.get_stage_manager_kwargs()) if context.pipe.size > 1 else None
@@ -511,7 +510,7 @@ class ParallelConfig:
 
     @property
     def effective_zero_stage(self) -> int | None:
-        """ZeRO stage in use, or None without ZeRO. It is 0 if only ``precision`` or ``offload`` requires ZeRO."""
+        """ZeRO stage in use, or None. Stage 0 means that only ``precision`` or ``offload`` requires ZeRO."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -523,7 +522,7 @@ class ParallelConfig:
 
 
 def check_compile_option(compile_option: Any) -> None:
-    """Raise ConfigError if ``compile`` is neither a bool nor a backend name. The backend is looked up later."""
+    """Raise ConfigError if ``compile`` is neither a bool nor a string. Backend names are checked later."""
     rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Set compile=True"
     check_argument(
         "compile", compile_option, isinstance(compile_option, bool | str) and compile_option != "", rule, remedy

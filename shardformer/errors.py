@@ -20,7 +20,7 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def is_traceback_enabled() -> bool:
-    """Return whether errors are shown with a full traceback, because ``SHARDFORMER_TRACEBACK`` is set."""
+    """Return whether ``SHARDFORMER_TRACEBACK`` is set, so that errors are shown with a full traceback."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
@@ -29,7 +29,7 @@ DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
 
 
 def replace_doc_paths_with_urls(text: str) -> str:
-    """Replace paths such as docs/policies.md with web addresses if the package was installed without these files.
+    """Replace paths such as docs/policies.md by URLs if the installed package lacks these files.
 
     Without a project URL named Documentation, the replacement is the name of the page.
     """
@@ -75,27 +75,27 @@ class ShardFormerError(Exception):
 
 
 class ConfigError(ShardFormerError):
-    """Error for an option, or a combination of options, that is not supported."""
+    """Raised for an option, or a combination of options, that is not supported."""
 
 
 class LaunchError(ShardFormerError):
-    """Error for processes, environment variables or process groups that do not match the parallel layout."""
+    """Raised if processes, environment variables or process groups do not match the parallel layout."""
 
 
 class PolicyError(ShardFormerError):
-    """Error for a policy that does not match its model, for example because a rule matches no module."""
+    """Raised if a policy does not match its model, for example because a rule matches no module."""
 
 
 class InputError(ShardFormerError):
-    """Error for invalid input, such as token ids outside the vocabulary or different data on different ranks."""
+    """Raised for invalid input, such as token IDs outside the vocabulary or data that differs between ranks."""
 
 
 class WorkerError(ShardFormerError):
-    """Error for a worker process that died, hung or raised an exception."""
+    """Raised if a worker process died, hung or raised an exception."""
 
 
 def check_argument(argument_name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
-    """Raise ConfigError with the argument's name and value unless ``is_valid`` is true.
+    """Raise ConfigError with the name and value of an argument unless ``is_valid`` is true.
 
     >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Set stage=1")
     Traceback (most recent call last):
@@ -159,7 +159,7 @@ def check_number(
 
 
 def check_choice(argument_name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
-    """Raise ConfigError unless ``value`` is one of ``choices``. The error message suggests similar choices.
+    """Raise ConfigError unless ``value`` is one of ``choices``, and suggest similar choices.
 
     >>> check_choice("schedule", "1f1d", ["gpipe", "1f1b"])
     Traceback (most recent call last):
@@ -195,7 +195,7 @@ def check_bool(argument_name: str, value: object) -> None:
 
 
 def check_names_are_known(given_names: Iterable[object], known_names: Iterable[str], problem: str, rule: str) -> None:
-    """Raise ConfigError if ``given_names`` contains an unknown name. The error message suggests similar names.
+    """Raise ConfigError if any of the names is unknown, and suggest similar names.
 
     >>> check_names_are_known(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
     Traceback (most recent call last):
@@ -208,7 +208,7 @@ def check_names_are_known(given_names: Iterable[object], known_names: Iterable[s
 
 
 def check_callable(argument_name: str, value: object, rule: str) -> None:
-    """Raise ConfigError unless ``value`` is a function or None."""
+    """Raise ConfigError unless ``value`` is callable or None."""
     is_valid = value is None or callable(value)
     _raise_unless_valid(
         argument_name, value, is_valid, "is not a function", f"Pass a function, or omit {argument_name}", rule
@@ -220,7 +220,7 @@ OLDEST_RELEASES = {"accelerate": "1.12", "lightning": "2.5", "peft": "0.18", "tr
 
 
 def check_minimum_library_version(library_name: str, installed_version: str) -> None:
-    """Raise ConfigError if the installed release of a library is older than the oldest supported one.
+    """Raise ConfigError if the installed release of a library is too old.
 
     >>> check_minimum_library_version("trl", "1.15")
     Traceback (most recent call last):
@@ -240,12 +240,12 @@ def _get_argument_name(argument_path: str) -> str:
 
 
 def get_first_message_line(exception: BaseException) -> str:
-    """Return the first line of an exception's message, without its full stop."""
+    """Return the first line of an exception's message, without the final period."""
     return (str(exception).strip() or type(exception).__name__).splitlines()[0].rstrip(".")
 
 
 def suggest_similar_names(unknown_name: object, known_names: Iterable[str]) -> str:
-    """Return a suggestion such as ``Did you mean 'tensor'?``, or the known names if none of them is similar."""
+    """Suggest similar names, as in ``Did you mean 'tensor'?``, or list the known names if none is similar."""
     names, text = sorted(set(known_names)), str(unknown_name)
     same = [n for n in names if n.lower() == text.lower()]
     close = same or get_close_matches(text, names, n=3, cutoff=0.7 if len(text) <= 4 else 0.4)
@@ -262,7 +262,7 @@ _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
 def format_error_for_terminal(error: ShardFormerError) -> str:
-    """Format an error for the terminal, with an explanation and a remedy on indented lines below the message."""
+    """Format an error for the terminal, with the rule and the remedy on indented lines below the message."""
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 
@@ -286,7 +286,7 @@ def _ensure_full_stop(sentence: str) -> str:
 def import_optional_module(
     module_name: str, feature_name: str, pip_extra: str, alternative_action: str = "", library_name: str | None = None
 ) -> ModuleType:
-    """Import a module of an optional dependency. Raises ConfigError if the dependency is not installed.
+    """Import a module of an optional dependency. Raises ConfigError if it is not installed.
 
     Args:
         feature_name: what needs the library.
@@ -307,7 +307,7 @@ def import_optional_module(
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with a unit, for example 2.1e9 as 2.1 GB."""
+    """Format a number of bytes with a unit, such as "2.1 GB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.1f} {unit}"
@@ -315,7 +315,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message, as "rank 3" or "ranks 0, 2 and 5 more"."""
+    """Format ranks for a message, as in "rank 3" or "ranks 0, 2"."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,4 +1,4 @@
-"""Write files and folders atomically, and lock folders that several processes write at the same time.
+"""Write files and folders atomically, and lock folders against other processes.
 
 A temporary name is used once, by one process. It contains the identity of that process, so that the remains of a killed
 process can be removed. It ends in random digits, so that no other user can create a link of that name in advance.
@@ -39,7 +39,7 @@ _MAX_NAME_LENGTH = 120
 
 
 class ProcessIdentity(NamedTuple):
-    """Identity of a process: its machine, its PID, and its start time in clock ticks since boot."""
+    """Machine, PID and start time of a process, which together identify it."""
 
     machine: str
     pid: int
@@ -56,7 +56,7 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process is known to have ended. False for processes of other machines."""
+        """Whether the process is known to have ended. Always False for a process on another machine."""
         if not self.is_on_this_machine:
             return False
         if Path("/proc/self/stat").exists():
@@ -71,7 +71,7 @@ class ProcessIdentity(NamedTuple):
 
 
 class TemporaryFileName(NamedTuple):
-    """Parsed name of a temporary file: its purpose, the target file, and the process that created it."""
+    """Parsed name of a temporary file, with its purpose, target name and owner process."""
 
     purpose: str
     target_name: str
@@ -80,7 +80,7 @@ class TemporaryFileName(NamedTuple):
 
 @functools.cache
 def _get_machine_id() -> str:
-    """Return an ID of this machine and PID namespace. A host name is not unique, because containers can share it."""
+    """Return an ID of this machine and PID namespace. Containers may share a host name, so it is not used."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -89,7 +89,7 @@ def _get_machine_id() -> str:
 
 
 def _get_process_start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks, or None if the process has ended or is a zombie."""
+    """Return the start time of a process in clock ticks, or None if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -98,7 +98,7 @@ def _get_process_start_time(pid: int) -> int | None:
 
 
 def to_absolute_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder, with ``~`` replaced by the home directory.
+    """Make a folder path absolute, and expand ``~`` to the home directory.
 
     A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
     links and ".." are not resolved. Raises ConfigError for an invalid path.
@@ -110,7 +110,7 @@ def to_absolute_path(path: str | os.PathLike[str]) -> Path:
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder and its parents if they do not exist.
+    """Create a folder and its parents, unless they exist.
 
     Raises:
         ConfigError: a file or a broken link has the name of the folder or of a parent.
@@ -130,7 +130,7 @@ def create_folder(folder: Path) -> None:
 
 
 def make_temporary_path(target_path: Path, purpose: str = SAVING) -> Path:
-    """Return a unique path next to ``target_path``, for a file that is later renamed to ``target_path``."""
+    """Return a unique temporary path next to ``target_path``, to be renamed to ``target_path`` later."""
     machine, pid, start = ProcessIdentity.current()
     return target_path.with_name(
         f".{purpose}-{target_path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}"
@@ -138,7 +138,7 @@ def make_temporary_path(target_path: Path, purpose: str = SAVING) -> Path:
 
 
 def parse_temporary_name(path: Path) -> TemporaryFileName | None:
-    """Parse the name of a temporary file. Return None for other files and for symbolic links."""
+    """Parse the name of a temporary file, or return None for other files and symbolic links."""
     found = _TEMPORARY_NAME.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None
@@ -148,7 +148,7 @@ def parse_temporary_name(path: Path) -> TemporaryFileName | None:
 
 
 def find_temporary_paths(folder: Path, target_name: str) -> list[tuple[Path, TemporaryFileName]]:
-    """Return all temporary files in ``folder`` that were created to write the file ``target_name``."""
+    """Find the temporary files in a folder whose target is ``target_name``."""
     every = [(path, parse_temporary_name(path)) for path in folder.glob(".*")]
     return [
         (path, found)
@@ -158,14 +158,14 @@ def find_temporary_paths(folder: Path, target_name: str) -> list[tuple[Path, Tem
 
 
 def remove_stale_temporary_files(folder: Path, target_name: str) -> None:
-    """Remove temporary files that killed processes left for ``target_name``, but keep backups of replaced versions."""
+    """Remove the temporary files of killed processes, except backups of replaced versions."""
     for path, found in find_temporary_paths(folder, target_name):
         if found.owner.is_dead and found.purpose != REPLACED:
             remove_file_or_folder(path)
 
 
 def move_into_place_and_keep_backup(new_folder: Path, target_folder: Path) -> Path:
-    """Rename ``new_folder`` to ``target_folder``. Return the temporary path to which an existing target was moved.
+    """Rename a folder to ``target_folder``, and return the path of the backup of an existing target.
 
     Raises OSError if a folder cannot be renamed. The previous target is then restored.
     """
@@ -191,20 +191,20 @@ def remove_file_or_folder(path: Path) -> None:
 
 
 def create_new_file(path: Path) -> BinaryIO:
-    """Create a file and open it for writing. Raises OSError if the file or a symbolic link of that name exists."""
+    """Create a file and open it for writing. Raises OSError if a file or symbolic link exists there."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def write_all_bytes(file: BinaryIO, buffer: bytes | bytearray | memoryview) -> None:
-    """Write all bytes of ``buffer`` to an unbuffered file, with several calls of ``write`` if needed."""
+    """Write a whole buffer to an unbuffered file, with several ``write`` calls if needed."""
     rest = memoryview(buffer)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def write_new_file(path: Path, content: bytes, *, sync_to_disk: bool = False) -> None:
-    """Create a file that contains ``content``, and optionally sync it to disk. Raises OSError if the file exists."""
+    """Create a file with this content, and optionally sync it to disk. Raises OSError if the file exists."""
     with create_new_file(path) as file:
         write_all_bytes(file, content)
         if sync_to_disk:
@@ -213,7 +213,7 @@ def write_new_file(path: Path, content: bytes, *, sync_to_disk: bool = False) ->
 
 @contextmanager
 def replace_file_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename the file there to ``path`` if the ``with`` block raises no error.
+    """Yield a temporary path, and rename its file to ``path`` if the ``with`` block succeeds.
 
     The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
     unchanged. A symbolic link is replaced, not followed.
@@ -228,14 +228,14 @@ def replace_file_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace_text_atomically(path: Path, text: str, *, sync_to_disk: bool = True) -> None:
-    """Replace the content of a file with ``text`` atomically. By default, the text is first synced to disk."""
+    """Replace the content of a text file atomically, by default after syncing the new content to disk."""
     with replace_file_atomically(path) as hidden:
         write_new_file(hidden, text.encode(), sync_to_disk=sync_to_disk)
 
 
 @dataclass(frozen=True)
 class AtomicDirectoryWriter:
-    """Replaces a directory atomically with a new version, and keeps unrelated files of the old version.
+    """Writer that replaces a directory atomically by a new version and keeps unrelated files.
 
     Args:
         own_file_pattern: pattern of the names of files that belong to such a directory, including earlier versions of
@@ -247,10 +247,10 @@ class AtomicDirectoryWriter:
     key_file: str
 
     def replace_directory(self, folder: str | os.PathLike[str], write_fn: Callable[[Path], object]) -> None:
-        """Call ``write_fn`` with a temporary directory, then replace ``folder`` with this directory.
+        """Write a temporary directory with ``write_fn``, and replace ``folder`` by it.
 
         If ``write_fn`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
-        unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
+        unchanged, or complete and new, or missing, or without its key file. In the last two cases, readers ignore it.
         """
         target = Path(os.path.realpath(folder))
         hidden = self.create_temporary_directory(target, target if _can_be_renamed(target) else target / target.name)
@@ -261,7 +261,7 @@ class AtomicDirectoryWriter:
             remove_file_or_folder(hidden)
 
     def create_temporary_directory(self, target_directory: Path, sibling_path: Path) -> Path:
-        """Create a temporary directory next to ``sibling_path``, after removing those of killed processes."""
+        """Create a temporary directory next to ``sibling_path``, and remove those of killed processes."""
         create_folder(sibling_path.parent)
         remove_stale_temporary_files(sibling_path.parent, target_directory.name)
         for path, found in find_temporary_paths(sibling_path.parent, target_directory.name):
@@ -274,7 +274,7 @@ class AtomicDirectoryWriter:
         return hidden
 
     def replace_target_directory(self, new_directory: Path, target_directory: Path) -> None:
-        """Replace the directory ``target_directory`` with the complete directory ``new_directory``.
+        """Replace ``target_directory`` by the complete directory ``new_directory``.
 
         The directories are exchanged, unless ``target_directory`` has subfolders (other processes may write into them),
         is the working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises
@@ -295,19 +295,19 @@ class AtomicDirectoryWriter:
         )
 
     def _remove_replaced_directory(self, replaced_directory: Path, target_directory: Path) -> None:
-        """Move unrelated files of the replaced directory to ``target_directory``, and remove the rest."""
+        """Remove a replaced directory, after moving its unrelated files to ``target_directory``."""
         for path in self._find_unrelated_files(replaced_directory, target_directory):
             path.rename(target_directory / path.name)
         remove_file_or_folder(replaced_directory)
 
     def _find_unrelated_files(self, target_directory: Path, new_directory: Path) -> list[Path]:
-        """Return the files of ``target_directory`` that belong to neither of its two versions, such as a log."""
+        """Find files, such as a log, that belong to neither the old nor the new version of the directory."""
         there = sorted(target_directory.iterdir()) if target_directory.is_dir() else []
         written = {path.name for path in new_directory.iterdir()}
         return [path for path in there if path.name not in written and not self.own_file_pattern.fullmatch(path.name)]
 
     def _replace_files_one_by_one(self, temporary_directory: Path, target_directory: Path) -> None:
-        """Move the files to ``target_directory``. The file ``key`` is removed first and moved last."""
+        """Move the files to ``target_directory``. The key file is removed first and moved last."""
         new = {path.name for path in temporary_directory.iterdir()}
         (target_directory / self.key_file).unlink(missing_ok=True)
         for path in sorted(target_directory.iterdir()):
@@ -319,7 +319,7 @@ class AtomicDirectoryWriter:
 
 
 def _can_be_renamed(target: Path) -> bool:
-    """Return whether a folder can be renamed. Mount points and folders in a read-only parent cannot be renamed."""
+    """Return whether a folder can be renamed, unlike mount points and folders in a read-only parent."""
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 
@@ -346,7 +346,7 @@ _UNFINISHED_S = 2.0  # age after which an empty lock file belongs to an owner th
 
 @dataclass(eq=False)
 class _FolderLock:
-    """Lock on a folder that this process holds until all objects that use the lock are garbage collected."""
+    """Folder lock of this process, which is released when all its holders are garbage collected."""
 
     path: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -354,7 +354,7 @@ class _FolderLock:
 
 
 class _ProcessFolderLocks:
-    """All folder locks of this process, by the real path of the folder. A forked child process has no locks."""
+    """Folder locks of this process, by real path. A forked child starts without locks."""
 
     def __init__(self) -> None:
         self.reset_locks()
@@ -371,7 +371,9 @@ _LOCKS = _ProcessFolderLocks()
 
 
 def acquire_folder_lock(folder: Path, holder: Any) -> bool:
-    """Lock a folder against other processes until ``holder`` is garbage collected. Create the folder if needed.
+    """Lock a folder against other processes until ``holder`` is garbage collected.
+
+    The folder is created if needed.
 
     Several objects of a process may hold the same folder. Only the first rank of a job calls this, so nothing is
     communicated. Waits up to ``STALE_S`` seconds if a process on another machine had the lock.
@@ -404,12 +406,12 @@ def acquire_folder_lock(folder: Path, holder: Any) -> bool:
 
 
 def release_folder_lock(folder: Path, holder: Any) -> None:
-    """Release the lock that ``holder`` has on a folder. Without another holder, the folder is unlocked."""
+    """Release a holder's lock on a folder. The folder is unlocked if there is no other holder."""
     _release_lock_of_holder(os.path.realpath(folder), id(holder), os.getpid())
 
 
 def check_folder_lock_is_held(folder: Path) -> None:
-    """Raise InputError if another process has taken over the lock that this process had on a folder."""
+    """Raise InputError if another process has taken over the folder lock of this process."""
     lock = _LOCKS.locks.get(os.path.realpath(folder))
     if lock is None or _owns_lock_file(lock):
         return
@@ -418,7 +420,7 @@ def check_folder_lock_is_held(folder: Path) -> None:
         return
     owner = _describe_lock_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"While this process did not respond, {owner} took over the folder {folder}.",
+        f"The folder {folder} is now locked by {owner}, because this process did not respond for too long.",
         remedy="End one of the two jobs, and resume the other from the newest checkpoint.",
     )
 
@@ -439,7 +441,7 @@ def _release_lock_of_holder(real_folder_path: str, holder_id: int, pid: int) -> 
 
 
 def _acquire_lock_file(lock: _FolderLock, folder: Path) -> None:
-    """Create the lock file of a folder, or take it over if its owner has ended. Raises ConfigError if it is in use."""
+    """Create a folder's lock file, or take it over if its owner has ended. Raises ConfigError if it is in use."""
     while True:
         with suppress(FileExistsError):
             _create_lock_file(lock)
@@ -454,8 +456,9 @@ def _acquire_lock_file(lock: _FolderLock, folder: Path) -> None:
                 continue  # the lock has just been released
             owner_name = _describe_lock_owner(found)
             raise ConfigError(
-                f"{folder} is in use by {owner_name}.",
-                remedy=f"Use a different folder, or end that process. If it is no longer running, remove {lock.path}.",
+                f"The folder {folder} is in use by {owner_name}.",
+                remedy="Use a different folder, or end that process. If the process is no longer running, remove "
+                f"{lock.path}.",
             )
         _remove_stale_lock(lock.path, found)
 
@@ -481,7 +484,7 @@ def _create_lock_file(lock: _FolderLock) -> None:
 
 
 def _read_lock_file(lock_path: Path) -> dict[str, Any] | None:
-    """Read the JSON content of a lock file, or return None if the file does not exist."""
+    """Read the JSON content of a lock file, or return None if the file is missing."""
     end = time.monotonic() + _UNFINISHED_S
     while True:
         try:
@@ -508,7 +511,10 @@ def _read_lock_file(lock_path: Path) -> dict[str, Any] | None:
 
 
 def _make_invalid_lock_file_error(lock_path: Path) -> ConfigError:
-    return ConfigError(f"{lock_path} is not a lock file of ShardFormer.", remedy="Remove it, or use another folder.")
+    return ConfigError(
+        f"The folder cannot be locked, because {lock_path} is not a lock file of ShardFormer.",
+        remedy="Remove the file, or use another folder.",
+    )
 
 
 def _owns_lock_file(lock: _FolderLock) -> bool:
@@ -518,7 +524,7 @@ def _owns_lock_file(lock: _FolderLock) -> bool:
 
 
 def _is_lock_file_stale(lock_path: Path) -> bool:
-    """Wait for the owner of a lock file to refresh it, and return True if this does not happen within 30 s."""
+    """Wait up to 30 s for the owner of a lock file to refresh it, and return True if this does not happen."""
     before, end = _get_lock_file_inode_and_mtime(lock_path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
@@ -528,7 +534,7 @@ def _is_lock_file_stale(lock_path: Path) -> bool:
 
 
 def _get_lock_file_inode_and_mtime(lock_path: Path) -> tuple[int, ...]:
-    """Open a lock file, and return its inode and modification time, which are then current on network storage."""
+    """Open a lock file to get its inode and modification time, which are then current on network storage."""
     try:
         descriptor = os.open(lock_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -541,7 +547,7 @@ def _get_lock_file_inode_and_mtime(lock_path: Path) -> tuple[int, ...]:
 
 
 def _remove_stale_lock(lock_path: Path, stale_content: dict[str, Any]) -> None:
-    """Remove the lock file of a process that has ended, unless another process has just taken it over.
+    """Remove the lock file of an ended process, unless another process has just taken it over.
 
     Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
     """
@@ -564,7 +570,7 @@ def _describe_lock_owner(lock_content: dict[str, Any]) -> str:
 
 
 def _refresh_lock_files_periodically() -> None:
-    """Refresh the lock files of this process every few seconds, for as long as it owns any."""
+    """Refresh the lock files of this process every few seconds, until it has none."""
     while True:
         time.sleep(REFRESH_S)
         with _LOCKS.changing:

@@ -1,4 +1,4 @@
-"""Register the forward hooks of several features on a module, so that they run in a fixed order.
+"""Register the forward hooks of several features on a module in a fixed nesting order.
 
 Several features wrap the same forward pass: the recorder, ZeRO stage 3, activation offload, context parallelism,
 sequence parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the outermost to the innermost, and
@@ -35,7 +35,7 @@ Positions = dict[int, tuple["HookOrder", int]]
 
 
 class HookOrder(IntEnum):
-    """Order in which forward hooks are nested around a module, from the outermost to the innermost."""
+    """Nesting order of forward hooks around a module, from the outermost to the innermost."""
 
     RECORDER = auto()
     """Records the module that runs, with the communication of all other hooks, and measures the time of layers."""
@@ -98,7 +98,9 @@ def register_forward_hooks(
     with_kwargs: bool = False,
     always_call: bool = False,
 ) -> Callable[[], None]:
-    """Register a pre-hook and a hook around a module's forward pass. Return a function that removes them.
+    """Register a forward pre-hook and a forward hook on a module.
+
+    Returns a function that removes them.
 
     Hooks of equal order nest in the order of their registration: the last one is the innermost, and the outermost for
     orders before ``CHECKS``.
@@ -133,7 +135,7 @@ def _remove_hook_handles(handles: list[RemovableHandle], position_by_hook_id: Po
 
 
 def _sort_shardformer_hooks(hook_dict: Any, position_by_hook_id: Positions, *, reverse: bool) -> None:
-    """Sort ShardFormer's hooks in a module's dict of hooks. The hooks of other libraries keep their positions."""
+    """Sort ShardFormer's hooks on a module, without moving the hooks of other libraries."""
     own = [key for key in hook_dict if key in position_by_hook_id]
     ranked = sorted(own, key=position_by_hook_id.__getitem__, reverse=reverse)
     if ranked != own:

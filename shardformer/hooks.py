@@ -1,4 +1,4 @@
-"""Hooks for the trainer, such as checkpointing and early stopping, and the base class for your own hooks."""
+"""Trainer hooks, such as checkpointing and early stopping, and the base class for custom hooks."""
 
 from __future__ import annotations
 

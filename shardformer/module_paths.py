@@ -1,4 +1,4 @@
-"""Functions for dotted paths of submodules, such as ``model.layers.0``."""
+"""Helpers for dotted module paths such as ``model.layers.0``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
 
 def has_transposed_weight(module: nn.Module) -> bool:
-    """Return whether a linear layer stores its weight as (in_features, out_features), like transformers' Conv1D."""
+    """Return whether a linear layer has a weight of shape (in_features, out_features), like Conv1D."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -35,18 +35,18 @@ def resolve_relative_path(parent_path: str, relative_path: str) -> str:
 
 
 def named_params_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers of a model as (name, tensor) pairs, without duplicates."""
+    """Return all parameters and buffers as (name, tensor) pairs, without duplicates."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def find_model_configs(model: nn.Module) -> list[Any]:
-    """Return the ``config`` objects of all modules in a model, without duplicates."""
+    """Find the ``config`` objects of all modules in a model, without duplicates."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
 
 
 def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
-    """Return a list of paths. A single string is converted to a list with one path."""
+    """Convert a single path to a list, and return a list unchanged."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -60,7 +60,7 @@ def get_submodule_or_none(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def get_attribute_by_path_or_none(owner: object, attr_path: str) -> Any:
-    """Return the submodule or attribute at a dotted path, or None if it does not exist."""
+    """Return the submodule or attribute at a dotted path, or None if there is none."""
     try:
         return attrgetter(attr_path)(owner) if attr_path else owner
     except AttributeError:
@@ -68,13 +68,13 @@ def get_attribute_by_path_or_none(owner: object, attr_path: str) -> Any:
 
 
 def get_parent_and_attribute_name(model: object, attr_path: str) -> tuple[Any, str]:
-    """Return the parent object (or None) and the name of the last attribute in a dotted path."""
+    """Split a dotted path into the parent object, or None, and the name of its last attribute."""
     at, _, name = attr_path.rpartition(".")
     return get_attribute_by_path_or_none(model, at), name
 
 
 def match_paths(path_pattern: str, module_names: Iterable[str]) -> list[str]:
-    """Return all module names that match a path pattern. A ``*`` in the pattern matches the index of a layer.
+    """Find the module names that match a path pattern. ``*`` in the pattern matches a layer index.
 
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
@@ -100,7 +100,7 @@ def get_submodule_or_raise(
 
 
 def has_submodule(module: nn.Module, path: str, parent_path: str = "") -> bool:
-    """Return whether a submodule exists at ``path``. Raises PolicyError if it is missing and has no final ``?``."""
+    """Return whether a submodule exists. Raises PolicyError if it is missing and the path does not end with ``?``."""
     there = get_submodule_or_none(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
         raise make_module_not_found_error(parent_path, path, module)
@@ -110,7 +110,7 @@ def has_submodule(module: nn.Module, path: str, parent_path: str = "") -> bool:
 def get_existing_submodule_paths(
     relative_paths: Sequence[str], parent_path: str, layer: nn.Module, layer_path: str
 ) -> list[str]:
-    """Return those of ``relative_paths`` at which a layer has a submodule. Raises PolicyError if there are none."""
+    """Return the paths at which a layer has a submodule. Raises PolicyError if there are none."""
     paths = [resolve_relative_path(parent_path, name) for name in relative_paths]
     out = [name.rstrip("?") for name in paths if has_submodule(layer, name, layer_path)]
     if not out:

@@ -1,4 +1,4 @@
-"""Import public names of a package when they are first used, and support deprecated names.
+"""Lazy imports of public names in a package, and support for deprecated names.
 
 A package lists its public names as imports under ``if TYPE_CHECKING:``, for type checkers and editors, and gets its
 ``__getattr__`` from here. Importing the package therefore imports none of their modules.
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def make_lazy_getattr_and_all(
     package_name: str, new_names_by_old_name: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], list[str]]:
-    """Return the ``__getattr__`` and ``__all__`` of a package that imports public names lazily.
+    """Create the ``__getattr__`` and ``__all__`` of a package that imports its public names lazily.
 
     Args:
         package_name: its ``__name__``.
@@ -72,7 +72,6 @@ def _suggest_public_names(
     public_names: Mapping[str, tuple[str, str]],
     new_names_by_old_name: Mapping[str, str],
 ) -> str:
-    """Suggest the subpackage that contains an unknown name, or similar public names of the package."""
     for full_name in (f"{package_name}.{each}" for each, (module, _) in public_names.items() if module == package_name):
         spec = find_spec(full_name)
         if spec and spec.origin and unknown_name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
@@ -85,7 +84,7 @@ def deprecate_renamed_arguments(
     renamed_values: Mapping[str, Mapping[Any, str]] | None = None,
     renamed_attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that keeps deprecated names of arguments and attributes working.
+    """Create a class decorator that supports deprecated names of arguments and attributes.
 
     Args:
         renamed_arguments: earlier name of an argument -> its name.
@@ -117,7 +116,7 @@ def deprecate_renamed_arguments(
 def deprecate_renamed_function_arguments(
     renamed_parameters: Mapping[str, str], old_parameter_order: Sequence[str] = ()
 ) -> Callable[[F], F]:
-    """Return a function decorator that keeps deprecated names and orders of arguments working.
+    """Create a function decorator that supports deprecated argument names and a deprecated argument order.
 
     Args:
         renamed_parameters: earlier name of an argument -> its name.
@@ -153,7 +152,6 @@ def _looks_like_model(candidate: Any) -> bool:
 def _pop_renamed_arguments(
     owner_name: str, kwargs: dict[str, Any], renamed_arguments: Mapping[str, str]
 ) -> list[tuple[str, Any]]:
-    """Remove arguments with deprecated names from ``kwargs``, and return them with their current names."""
     found = []
     for old in [name for name in kwargs if name in renamed_arguments]:
         new = renamed_arguments[old]
@@ -175,7 +173,7 @@ def _make_deprecated_property(message: str, new_name: str) -> property:
 
 
 def _parse_lazy_imports(source_code: str) -> dict[str, tuple[str, str]]:
-    """Parse the imports under ``if TYPE_CHECKING:``. Return a dict from public names to (module, name in module)."""
+    """Parse the imports under ``if TYPE_CHECKING:`` into a dict: public name -> (module, name in module)."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for node in ast.parse(source_code).body
@@ -187,7 +185,7 @@ def _parse_lazy_imports(source_code: str) -> dict[str, tuple[str, str]]:
 
 
 class RenamedModuleFinder(MetaPathFinder, Loader):
-    """Import hook that makes renamed modules importable by their old names, with a DeprecationWarning.
+    """Import hook for deprecated module names, which warns and forwards to the renamed module.
 
     Args:
         new_names_by_old_name: earlier full name -> the module that replaces it. Parents of nested names are listed too.
@@ -197,11 +195,11 @@ class RenamedModuleFinder(MetaPathFinder, Loader):
         self._names = new_names_by_old_name
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return an import spec for the deprecated name of a module, or None for all other names."""
+        """Return an import spec for a deprecated module name, or None for other names."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Create a module object that forwards attribute access to the renamed module."""
+        """Create a module that forwards attribute access to the renamed module."""
         new = self._names[spec.name]
         warnings.warn(f"{spec.name} is deprecated. Use {new} instead.", DeprecationWarning, stacklevel=2)
         module = ModuleType(spec.name)

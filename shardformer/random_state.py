@@ -1,4 +1,4 @@
-"""Functions that read, seed and restore the random number generators of torch, NumPy and Python.
+"""Read, seed and restore the random number generators of torch, NumPy and Python.
 
 Data loading uses separate random states, so that the data order is the same under any layout.
 """
@@ -30,12 +30,12 @@ _GENERATORS = threading.RLock()  # generators are shared by all threads of a pro
 
 
 def get_rng_states(device: torch.device = CPU) -> RandomStates:
-    """Return the random states of torch (on the CPU and ``device``), NumPy and Python."""
+    """Return the random states of torch (for the CPU and ``device``), NumPy and Python."""
     return [g.get_state() for g in get_torch_generators(device)], numpy.random.get_state(), random.getstate()
 
 
 def set_rng_states(rng_states: RandomStates, device: torch.device = CPU) -> None:
-    """Restore random states that ``get_rng_states`` returned."""
+    """Restore the random states returned by ``get_rng_states``."""
     of_torch, of_numpy, of_python = rng_states
     for generator, state in zip(get_torch_generators(device), of_torch, strict=True):
         generator.set_state(state)
@@ -51,7 +51,7 @@ def get_torch_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_all_generators(seed: int, *, include_cuda: bool = True) -> None:
-    """Seed the random number generators of torch, NumPy and Python with the same seed."""
+    """Seed the random number generators of torch, NumPy and Python."""
     torch.default_generator.manual_seed(seed)
     if include_cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -60,7 +60,7 @@ def seed_all_generators(seed: int, *, include_cuda: bool = True) -> None:
 
 
 def hash_to_seed(*seed_parts: object) -> int:
-    """Compute a seed from numbers and strings. The seed is the same in every process."""
+    """Hash numbers and strings to a seed that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -71,7 +71,7 @@ def seed_cpu_generators(*seed_parts: object) -> None:
 
 @contextmanager
 def fork_rng(device: torch.device = CPU) -> Iterator[None]:
-    """Restore the previous random states at the end of the ``with`` block, as ``torch.random.fork_rng`` does."""
+    """Restore the random states after the ``with`` block, like ``torch.random.fork_rng``."""
     states = get_rng_states(device)
     try:
         yield
@@ -81,7 +81,7 @@ def fork_rng(device: torch.device = CPU) -> Iterator[None]:
 
 @contextmanager
 def restore_rng_states_on_error(device: torch.device) -> Iterator[None]:
-    """Restore the previous random states if the ``with`` block raises an exception."""
+    """Restore the random states if the ``with`` block raises an exception."""
     states = get_rng_states(device)
     try:
         yield
@@ -92,7 +92,7 @@ def restore_rng_states_on_error(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fork_rng_with_seed(seed: int) -> Iterator[None]:
-    """Seed the random number generators on the CPU, and restore their states at the end of the ``with`` block."""
+    """Seed the CPU random number generators in the ``with`` block, and restore their states afterwards."""
     with fork_rng():
         seed_all_generators(seed, include_cuda=False)
         yield
@@ -100,7 +100,7 @@ def fork_rng_with_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def preserve_cpu_rng_states() -> Iterator[None]:
-    """Restore the random states of the CPU at the end of the ``with`` block, except in a DataLoader worker.
+    """Restore the CPU random states after the ``with`` block, except in a DataLoader worker.
 
     A DataLoader worker uses random numbers only for samples. A lock that another thread of its parent held during the
     fork would never be released in the worker.
@@ -114,14 +114,14 @@ def preserve_cpu_rng_states() -> Iterator[None]:
 
 @contextmanager
 def fork_rng_with_hashed_seed(*seed_parts: object) -> Iterator[None]:
-    """Seed the CPU's random generators with a hash of the arguments, and restore them after the ``with`` block."""
+    """Seed the CPU generators with a hash of the arguments, and restore them after the ``with`` block."""
     with preserve_cpu_rng_states():
         seed_cpu_generators(*seed_parts)
         yield
 
 
 class RNGUseDetector:
-    """Detects whether code draws random numbers from torch, NumPy or Python.
+    """Detector for the use of random numbers from torch, NumPy or Python.
 
     Args:
         device: the device whose generators are checked in addition to the CPU's.
@@ -133,11 +133,11 @@ class RNGUseDetector:
         self.seen: bool | None = None
 
     def start(self) -> None:
-        """Record the current random states, unless the use of random numbers has already been detected."""
+        """Record the random states, unless the use of random numbers was already detected."""
         self._before = None if self.seen else hash_rng_states(self._device)
 
     def stop(self) -> None:
-        """Set ``seen`` to True if random numbers were drawn since ``begin``, and otherwise to False."""
+        """Set ``seen`` to whether random numbers were drawn since ``start``."""
         if self._before is not None:
             self.seen = self._before != hash_rng_states(self._device)
             self._before = None
@@ -145,7 +145,7 @@ class RNGUseDetector:
 
 @without_fake_tensors()
 def hash_rng_states(device: torch.device) -> list[int]:
-    """Return hashes of the random states of torch, NumPy and Python, which can be compared between ranks."""
+    """Hash the random states of torch, NumPy and Python, so that ranks can compare them."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
     of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in get_torch_generators(device))
     _, words, gauss = random.getstate()
@@ -154,12 +154,12 @@ def hash_rng_states(device: torch.device) -> list[int]:
 
 
 def derive_rank_seed(shared_seed: int, rank: int) -> int:
-    """Derive a different seed for each rank from a shared seed. For rank -1, return the shared seed modulo 2**63."""
+    """Derive a seed for one rank from a shared seed. Rank -1 gets the shared seed modulo 2**63."""
     return (shared_seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
 
 class LocalRNGState:
-    """Switches between a random state shared by all ranks and one per rank, for example for dropout.
+    """Switch between a random state shared by all ranks and one per rank, for example for dropout.
 
     With ``broadcast_fn``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -201,7 +201,7 @@ class LocalRNGState:
 
     @contextmanager
     def use_outer_rng_state(self) -> Iterator[None]:
-        """Use the random state from before ``enter_local_rng_state`` in the ``with`` block."""
+        """Switch back to the shared random state inside the ``with`` block."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -221,7 +221,7 @@ class LocalRNGState:
 
 
 class ResumableRNGState:
-    """A separate random state that continues from one ``with`` block to the next."""
+    """Separate random state that continues from one ``with`` block to the next."""
 
     def __init__(self, *seed_parts: object) -> None:
         self._seed_parts = seed_parts
@@ -241,7 +241,7 @@ class ResumableRNGState:
 
 
 class EpochSeededRNG:
-    """Makes a sampler, dataset or data loader draw the same random numbers on all ranks in an epoch."""
+    """Random state that makes a sampler or dataset draw the same random numbers on all ranks in an epoch."""
 
     def __init__(self, data_source: Any, epoch: int, seed: int) -> None:
         parts = {
@@ -258,7 +258,7 @@ class EpochSeededRNG:
 
     @contextmanager
     def use_epoch_seed(self) -> Iterator[None]:
-        """Make the sampler and dataset use the epoch's seed inside the ``with`` block."""
+        """Make the sampler and the dataset use the seed of the epoch in the ``with`` block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:
@@ -271,7 +271,7 @@ class EpochSeededRNG:
 
 
 def may_use_dropout(model: nn.Module) -> bool:
-    """Return whether the forward pass of a model may use random numbers in training, for example for dropout.
+    """Return whether a model's forward pass may draw random numbers in training, as dropout does.
 
     For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class
     may call a dropout function.

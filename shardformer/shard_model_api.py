@@ -70,7 +70,7 @@ def shard_model_in_place(
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
     get_example_batch: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Validate a model's policy, and use it to shard the model in place.
+    """Validate the policy of a model, and shard the model in place.
 
     Some methods of the model are replaced. Adapters that PEFT added to the model are sharded too. The wrapper of
     ``torch.compile(model)`` is removed, and the layers of the sharded model are compiled with its arguments.
@@ -161,7 +161,7 @@ NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 def _resolve_and_bind_policy(
     sharder: Sharder, policy: Policy | type[Policy] | None, get_example_batch: Example
 ) -> ResolvedPolicy:
-    """Find the policy of a model, and create a plan of the changes that shard the model.
+    """Find the policy of a model, and create the sharding plan.
 
     Returns a policy without rules if none is found and only data parallelism is used.
     """
@@ -182,7 +182,7 @@ def _resolve_and_bind_policy(
 
 
 def _validate_policy_for_layout(sharder: Sharder, resolved_policy: ResolvedPolicy, *, is_user_policy: bool) -> None:
-    """Check on a reduced version of the model that the policy works with the parallel layout.
+    """Check on a small copy of the model that the policy works with the parallel layout.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
@@ -208,14 +208,15 @@ def _validate_policy_for_layout(sharder: Sharder, resolved_policy: ResolvedPolic
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
         if learned.failure is not None:
             raise ConfigError(
-                f"{type(model).__name__} does not support sequence={context.sequence.size}: {learned.failure}.",
+                f"{type(model).__name__} does not support context parallelism with sequence={context.sequence.size}: "
+                f"{learned.failure}.",
                 remedy="Remove the sequence axis, or use tensor parallelism with enable_sequence_parallelism=True.",
             )
         resolved_policy.context = learned.findings
 
 
 class ModelSharder:
-    """Shards one model in place. This is a legacy interface. Use ``shard_model`` in new code.
+    """Legacy interface for sharding one model in place. Use ``shard_model`` in new code.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -234,7 +235,7 @@ class ModelSharder:
         self.model, self.shard_config, self._policy = model, _resolve_shard_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Shard the model in place, and return the parameters that several pipeline stages share."""
+        """Shard the model in place, and return the parameters shared by several pipeline stages."""
         self.model, shared_params = shard_model_in_place(self.model, self.shard_config, self._policy)
         return shared_params
 
@@ -253,10 +254,10 @@ def _resolve_shard_config(config: Any) -> ShardConfig:
 
 
 class ShardedModelAndSharedParams(tuple[nn.Module, list[dict[int, Tensor]]]):
-    """The tuple (model, shared_params) that ``ShardFormer.optimize`` returns."""
+    """Result of ``ShardFormer.optimize``: the tuple (model, shared_params)."""
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModelAndSharedParams:
-        """Move the model to another device or convert it to another dtype, like ``nn.Module.to``."""
+        """Move the model to another device or dtype, like ``nn.Module.to``."""
         return ShardedModelAndSharedParams((self[0].to(*args, **kwargs), self[1]))
 
 
@@ -273,7 +274,7 @@ class ShardFormer:
         self.shard_config = _resolve_shard_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModelAndSharedParams:
-        """Shard ``model`` in place with a policy, by default the one registered for its model family.
+        """Shard ``model`` in place with a policy, by default the policy registered for its model family.
 
         Returns:
             (model, shared_params).
@@ -335,7 +336,7 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """Measure the forward time of each layer in seconds, to balance the pipeline stages.
+    """Measure the forward time of each layer in seconds, to balance pipeline stages.
 
     Pass the result as ``PipelineStageManager(layer_costs=...)``.
     Run this in one process before sharding, and pass the result to all processes. The first and last entries include
@@ -371,7 +372,7 @@ def resolve_policy_and_origin(
     allow_model_copy: bool = False,
     get_example_batch: Example = lambda: None,
 ) -> tuple[Policy, str]:
-    """Find the policy to shard a model with. Return the policy and a description of its origin.
+    """Find the policy for sharding a model, and describe its origin for messages.
 
     Args:
         tp_size: the tensor parallel size, if known. With size 1 every model has a policy.

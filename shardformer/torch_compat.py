@@ -1,4 +1,4 @@
-"""Wrappers around private torch functions, and around functions that differ between torch versions."""
+"""Wrappers for private torch functions and for functions that differ between torch versions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def get_innermost_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callab
 
 
 def get_tensor_hooks(tensor: Tensor) -> list[Any]:
-    """Return all gradient hooks that are registered on a tensor."""
+    """Return all gradient hooks registered on a tensor."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
 
@@ -97,7 +97,7 @@ def get_active_ddp_module() -> nn.Module | None:
 
 
 def is_dynamo_imported() -> bool:
-    """Return whether ``torch._dynamo`` has been imported. If not, ``torch.compile`` has not been used."""
+    """Return whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot be in use."""
     return "torch._dynamo" in sys.modules
 
 
@@ -107,7 +107,7 @@ COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled
 def get_initial_optimizer_state(
     optimizer: Optimizer, param_group: dict[str, Any], param: nn.Parameter
 ) -> dict[str, Any]:
-    """Return the state that an optimizer creates for a parameter before its first step, or {} if it creates none.
+    """Return the optimizer state that a parameter has before the first step, or {} if it has none.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
     added to a group later.
@@ -124,7 +124,7 @@ def get_initial_optimizer_state(
 
 
 def call_with_state_dict_hooks(optimizer: Any, make_state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Create a state dict with ``make_state_dict``, and run an optimizer's ``state_dict`` hooks before and after it."""
+    """Create a state dict between an optimizer's ``state_dict`` pre-hooks and post-hooks."""
     for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         hook(optimizer)
     found = make_state_dict()
@@ -137,7 +137,7 @@ def call_with_state_dict_hooks(optimizer: Any, make_state_dict: Callable[[], dic
 def load_state_dict_with_hooks(
     optimizer: Any, state_dict: dict[str, Any], load_fn: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Load a state dict with ``load_fn``, and run an optimizer's ``load_state_dict`` hooks before and after it."""
+    """Load a state dict between an optimizer's ``load_state_dict`` pre-hooks and post-hooks."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
         state_dict = state_dict if other is None else other
@@ -147,7 +147,7 @@ def load_state_dict_with_hooks(
 
 
 def get_wrapped_module_attr_name(module: nn.Module) -> str | None:
-    """Return the name of the attribute in which a wrapper stores its module, or None if ``module`` is no wrapper.
+    """Return the attribute name under which a wrapper stores its module, or None for other modules.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
     private or slow to import, so they are only looked up in modules that are already imported.
@@ -160,12 +160,12 @@ def get_wrapped_module_attr_name(module: nn.Module) -> str | None:
 
 
 def is_torch_compile_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper that was returned by ``torch.compile(module)``."""
+    """Return whether a module was returned by ``torch.compile(module)``."""
     return _is_instance_of_imported_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def unwrap_compiled_module(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the module inside a wrapper of ``torch.compile(module)``, and the arguments of ``torch.compile``.
+    """Unwrap ``torch.compile(module)``. Returns the module and the arguments of ``torch.compile``.
 
     The arguments are those of ``module.compile()``: the backend, which includes the mode and the options, and
     ``dynamic``. They are empty for a module without a wrapper, or if the wrapper disables compilation.
@@ -183,7 +183,7 @@ def unwrap_compiled_module(module: nn.Module) -> tuple[nn.Module, dict[str, Any]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether a module was compiled in place by ``module.compile()``."""
+    """Return whether ``module.compile()`` was called on a module."""
     return getattr(module, COMPILED_CALL, None) is not None
 
 
@@ -193,7 +193,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def count_gloo_collectives_by_group() -> dict[str, int]:
-    """Return how many collectives this process has started on each gloo process group, by the name of the group.
+    """Count the collectives that this process has started on each gloo process group, by group name.
 
     Only gloo counts all collectives. Point-to-point messages are not counted.
     """
@@ -206,18 +206,18 @@ def count_gloo_collectives_by_group() -> dict[str, int]:
 
 
 def get_gloo_collective_count(process_group: Any) -> int:
-    """Return how many collectives this process has started on a gloo process group."""
+    """Return the number of collectives that this process has started on a gloo process group."""
     return int(process_group._get_sequence_number_for_group())
 
 
 def get_group_name(process_group: dist.ProcessGroup | None) -> str:
-    """Return the name of a process group, or of the default group for None. It is empty outside the group."""
+    """Return the name of a process group, by default the default group. It is empty outside the group."""
     process_group = distributed_c10d._get_default_group() if process_group is None else process_group
     return str(distributed_c10d._world.pg_names.get(process_group, ""))
 
 
 def has_exact_collective_count(process_group: dist.ProcessGroup) -> bool:
-    """Return whether a process group counts all its collectives, as groups with only a gloo backend do."""
+    """Return whether a process group counts all its collectives, as pure gloo groups do."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(process_group).split(",")} == {"gloo"}
 
 
@@ -227,7 +227,7 @@ def _is_instance_of_imported_class(module: nn.Module, module_name: str, class_na
 
 
 def has_real_data(tensor: Tensor) -> bool:
-    """Return whether a tensor stores values. Meta tensors and fake tensors do not store values."""
+    """Return whether a tensor stores values, unlike a meta or fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -238,18 +238,18 @@ apply_to_tensors = nn.Module._apply
 
 
 def is_wrapper_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor only wraps other tensors and has no memory of its own."""
+    """Return whether a tensor only wraps other tensors and has no storage of its own."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of a model is on the meta device."""
+    """Return whether a model has parameters or buffers on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def tolist_or_ones(tensor: Tensor) -> Any:
-    """Return ``tensor.tolist()``. For a meta or fake tensor, which has no values, return nested lists of ones."""
+    """Return ``tensor.tolist()``, or nested lists of ones for a meta or fake tensor."""
     if has_real_data(tensor):
         return tensor.tolist()
     ones: Any = 1
@@ -259,7 +259,7 @@ def tolist_or_ones(tensor: Tensor) -> Any:
 
 
 def is_true_or_unknown(tensor: Tensor) -> bool:
-    """Return ``bool(tensor)``. For a meta or fake tensor, return True, so that checks pass while a step is traced."""
+    """Return ``bool(tensor)``, or True for a meta or fake tensor, so that checks pass during tracing."""
     return bool(tensor) if has_real_data(tensor) else True
 
 
@@ -267,12 +267,12 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def get_storage_use_count(tensor: Tensor) -> int:
-    """Return the number of references to the storage of a tensor."""
+    """Return the reference count of a tensor's storage."""
     return int(torch._C._storage_Use_Count(get_storage_id(tensor)))
 
 
 def get_storage_id(tensor: Tensor) -> int:
-    """Return a unique ID of a tensor's storage, even for meta and fake tensors, which have no data pointer."""
+    """Return a unique ID of a tensor's storage, which works for meta and fake tensors, unlike a data pointer."""
     return storage_id(tensor.untyped_storage())
 
 
@@ -283,13 +283,13 @@ Node = Any  # torch.autograd.graph.Node, whose subclasses have different additio
 
 
 def get_gradient_shape(gradient_edge: GradientEdge) -> tuple[int, ...]:
-    """Return the shape of the gradient that flows along an edge of the autograd graph."""
+    """Return the shape of the gradient on an edge of the autograd graph."""
     node: Any = gradient_edge.node
     return tuple(node._input_metadata[gradient_edge.output_nr].shape)
 
 
 def copy_autograd_sequence_number(target_node: Node, source_node: Node) -> None:
-    """Make an autograd node run at the same position in the backward pass as another node."""
+    """Copy the sequence number of an autograd node, so that both nodes run at the same point in backward."""
     target_node._set_sequence_nr(source_node._sequence_nr())
 
 
@@ -298,7 +298,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def get_autograd_function_class(node: Node) -> Any:
-    """Return the ``torch.autograd.Function`` that created an autograd node, or None for a built-in operation."""
+    """Return the ``torch.autograd.Function`` of an autograd node, or None for a built-in operation."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -308,7 +308,7 @@ def get_saved_tensor_attr_names(node_class: Any) -> tuple[str, ...]:
 
 
 def iter_saved_tensors(node: Node) -> Iterator[Any]:
-    """Yield the ``SavedTensor`` objects that the forward pass has stored in an autograd node."""
+    """Yield the ``SavedTensor`` objects of an autograd node."""
     kind: Any = type(node)
     for name in get_saved_tensor_attr_names(kind):
         saved = getattr(node, name)
@@ -316,12 +316,12 @@ def iter_saved_tensors(node: Node) -> Iterator[Any]:
 
 
 def has_saved_tensor_unpack_hooks(node: Node) -> bool:
-    """Return whether the saved tensors of an autograd node have unpack hooks, as in activation checkpointing."""
+    """Return whether the saved tensors of an autograd node have unpack hooks, as activation checkpointing adds."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in iter_saved_tensors(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of autograd nodes after their backward pass, even if the graph is still alive."""
+    """Free the saved tensors of autograd nodes after backward, even if the graph is still referenced."""
     for node in nodes:
         for saved in iter_saved_tensors(node):
             try:
@@ -337,14 +337,14 @@ def raise_saved_tensors_freed_error(_: object) -> Tensor:
 
 
 def get_compile_error_class() -> type[Exception]:
-    """Return the base class of all errors that ``torch.compile`` raises, such as for code that cannot be traced."""
+    """Return the base class of all ``torch.compile`` errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def get_recompile_limit_error_class() -> type[Exception]:
-    """Return the class of the error that a function compiled with ``fullgraph=True`` raises at its recompile limit."""
+    """Return the error class for reaching the recompile limit with ``fullgraph=True``."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return FailOnRecompileLimitHit
@@ -353,7 +353,7 @@ def get_recompile_limit_error_class() -> type[Exception]:
 def resolve_compile_backend(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """Return the function with which a backend of ``torch.compile`` compiles a graph. Raises for an unknown backend."""
+    """Return the function that compiles a graph for a ``torch.compile`` backend. Raises for an unknown backend."""
     if backend == "inductor":
         compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         return compiler
@@ -364,14 +364,14 @@ def resolve_compile_backend(
 
 
 def get_compile_backend_name(backend: str | Callable[..., Any]) -> str:
-    """Return the name of a backend of ``torch.compile``, which may be a name or a function."""
+    """Return the name of a ``torch.compile`` backend, which may be a name or a function."""
     if isinstance(backend, str):
         return backend
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", "a function")))
 
 
 def get_recompile_reason(fn: Callable[[], Any]) -> str:
-    """Run a function that reaches the recompile limit, and return the reason that ``torch.compile`` logs for it."""
+    """Call a function that reaches the recompile limit, and return the reason logged by ``torch.compile``."""
     reasons: list[str] = []
 
     def capture_reason(log_record: logging.LogRecord) -> bool:
@@ -391,7 +391,7 @@ def get_recompile_reason(fn: Callable[[], Any]) -> str:
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional tensor with the bytes of a tensor, without a copy if the tensor is contiguous.
+    """View a tensor as a one-dimensional tensor of bytes. A non-contiguous tensor is copied.
 
     A tensor of one element is contiguous with any stride, such as 0 after ``expand``, but a view of another element
     size requires stride 1.
@@ -401,5 +401,5 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether a tensor or parameter is a DTensor, without importing the DTensor class, which is slow."""
+    """Return whether a value is a DTensor, without the slow import of the DTensor class."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""Install, list and remove the patches of functions in torch and transformers.
+"""Install, list and remove patches of torch and transformers functions.
 
 A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install_patch`` with a
 ``Patch`` and a function that applies it. ``installed()`` lists the patches of this process, and ``uninstall()`` reverts
@@ -31,7 +31,7 @@ Apply = Callable[[], Undo]
 
 @dataclass(frozen=True)
 class LibraryPatch:
-    """Describes which function of torch or transformers ShardFormer replaces, and why.
+    """Description of a patch of torch or transformers: what it replaces, and why.
 
     Args:
         name: the replaced function, or the table that gets an entry.
@@ -50,7 +50,7 @@ _BLOCKS: dict[LibraryPatch, int] = {}  # number of active ``temporary_patch`` bl
 
 
 def installed() -> tuple[LibraryPatch, ...]:
-    """Return the patches of torch and transformers that are installed in this process, oldest first."""
+    """Return the patches that are installed in this process, oldest first."""
     with _LOCK:
         return tuple(_INSTALLED)
 
@@ -61,7 +61,7 @@ def install_patch(patch: LibraryPatch, apply_fn: Apply) -> None:
 
 
 def install_patches(patches: Mapping[LibraryPatch, Apply]) -> None:
-    """Install all patches that are not yet installed in this process."""
+    """Install the patches that are not yet installed in this process."""
     with _LOCK:
         for patch, apply in patches.items():
             if patch not in _INSTALLED:
@@ -69,7 +69,7 @@ def install_patches(patches: Mapping[LibraryPatch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches of torch and transformers, except those of an active ``temporary_patch`` block.
+    """Remove all patches of torch and transformers, except active ``temporary_patch`` blocks.
 
     Sharded models need the patches, so do not continue to train them.
 
@@ -99,7 +99,7 @@ def temporary_patch(patch: LibraryPatch, apply_fn: Apply) -> Iterator[None]:
 
 
 def replace_attribute(target: Any, attribute_name: str, new_value: Any) -> Undo:
-    """Replace an attribute of a module or class, and return a function that restores the original."""
+    """Replace an attribute of a module or class. Returns a function that restores the original."""
     original = getattr(target, attribute_name)
     setattr(target, attribute_name, new_value)
 
@@ -116,7 +116,7 @@ def replace_attribute(target: Any, attribute_name: str, new_value: Any) -> Undo:
 
 
 class PostImportHook(MetaPathFinder):
-    """Import hook for ``sys.meta_path`` that calls a function after the import of a module.
+    """Import hook that calls a function after a module is imported.
 
     Args:
         module_name: the module.
@@ -147,11 +147,11 @@ class PostImportHook(MetaPathFinder):
 
 
 def call_after_import(module_name: str, patch: LibraryPatch, callback: Callable[[], object]) -> None:
-    """Call a function after the import of a module, or immediately if the module is already imported.
+    """Call a function after a module is imported, or immediately if it is already imported.
 
     Args:
         module_name: the module.
-        patch: description of the entry that ``sys.meta_path`` gets in the second case.
+        patch: description of the entry that ``sys.meta_path`` gets if the module is not yet imported.
     """
     if module_name in sys.modules:
         callback()
@@ -168,7 +168,7 @@ def call_after_import(module_name: str, patch: LibraryPatch, callback: Callable[
 def replace_decorated_function(
     decorated_fn: Any, make_replacement: Callable[[Any], Any], *locations: tuple[Any, str]
 ) -> Undo:
-    """Replace the function that a decorator wraps, even for code that has already imported the result.
+    """Replace the function inside a decorator, even for code that has already imported the decorated function.
 
     Args:
         decorated_fn: the decorated function.
@@ -187,7 +187,7 @@ def replace_decorated_function(
 
 
 def chain_undo_functions(*undo_functions: Undo) -> Undo:
-    """Combine several undo functions into one that calls them in reverse order."""
+    """Combine several undo functions into one, which calls them in reverse order."""
 
     def undo_all() -> None:
         for each in reversed(undo_functions):

@@ -1,4 +1,4 @@
-"""Wrappers that hide differences between versions of transformers.
+"""Wrappers that hide differences between transformers versions.
 
 transformers 5.24 names the keys and values of earlier tokens ``cache``, in arguments and outputs. Before, the name was
 ``past_key_values`` or, in state space models, ``cache_params``. XLNet and RWKV use other names (``mems``, ``state``).
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def import_transformers() -> Any:
-    """Import ``transformers`` and prepare it to build models.
+    """Import ``transformers``, with a workaround for Python without docstrings.
 
     Without docstrings (``python -OO``, ``PYTHONOPTIMIZE=2``), transformers' decorator that documents its models raises
     ValueError when the module of a model is imported. It is then replaced by a decorator that does nothing.
@@ -38,7 +38,7 @@ def import_transformers() -> Any:
 
 
 def save_custom_code(model: PreTrainedModel, save_directory: str | os.PathLike[str], config: PreTrainedConfig) -> None:
-    """Copy the Python files of a ``trust_remote_code`` model into a folder, like ``save_pretrained``.
+    """Copy the Python files of a ``trust_remote_code`` model into a folder, as ``save_pretrained`` does.
 
     Args:
         config: the config whose ``auto_map`` is updated.
@@ -50,7 +50,7 @@ def save_custom_code(model: PreTrainedModel, save_directory: str | os.PathLike[s
 
 
 def skip_weight_init() -> AbstractContextManager[Any]:
-    """Return a context manager in which models are built without initializing or tying their weights.
+    """Return a context manager that skips weight initialization and weight tying when models are built.
 
     Under fake tensors, some initializations of torch (``trunc_normal_``) fail, because they read values.
     """
@@ -61,7 +61,7 @@ def skip_weight_init() -> AbstractContextManager[Any]:
 
 
 def get_supported_config_classes(auto_model_class: type) -> Collection[type] | None:
-    """Return the config classes that a transformers Auto class supports, or None for any other class."""
+    """Return the config classes supported by a transformers Auto class, or None for other classes."""
     found: Collection[type] | None = getattr(auto_model_class, "_model_mapping", None)
     return found
 
@@ -86,12 +86,12 @@ def _disable_auto_docstring() -> None:
 
 
 def _return_class_unchanged(cls: Any = None, **kwargs: Any) -> Any:
-    """Return a class unchanged. This decorator replaces ``auto_docstring`` of transformers."""
+    """Return the class unchanged. Replaces transformers' ``auto_docstring`` decorator."""
     return (lambda later: later) if cls is None else cls
 
 
 def is_kv_cache(value: Any) -> bool:
-    """Return whether an argument or output of a model is a key-value cache.
+    """Return whether a model argument or output is a key-value cache.
 
     A cache is a transformers ``Cache``, an object with its methods, or, in older models, one tuple of tensors per
     layer.
@@ -109,18 +109,18 @@ def _is_tuple_of_tensors(cache_layer: tuple[Any, ...]) -> bool:
 
 
 def find_kv_caches(forward_args: Iterable[Any]) -> list[Any]:
-    """Return all arguments of a forward pass that are key-value caches."""
+    """Find the key-value caches among the arguments of a forward pass."""
     return [value for value in forward_args if is_kv_cache(value)]
 
 
 def has_cached_tokens(kv_cache: Cache | tuple[Any, ...]) -> bool:
-    """Return whether a key-value cache contains tokens of an earlier forward pass."""
+    """Return whether a key-value cache contains tokens from an earlier forward pass."""
     count = getattr(kv_cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
 def unwrap_checkpointed_forward(forward_fn: Any) -> Any:
-    """Return a layer's ``forward_fn`` without the wrapper that transformers adds for activation checkpointing.
+    """Remove transformers' activation checkpointing wrapper from a layer's ``forward``.
 
     transformers 5.20 and later wrap the `forward` of each class of layers that supports activation checkpointing.
     Earlier releases wrap ``__call__``.
@@ -131,18 +131,18 @@ def unwrap_checkpointed_forward(forward_fn: Any) -> Any:
 
 
 def get_gradient_checkpointing_fn(layer: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that runs a layer with activation checkpointing, or None if it is not enabled."""
+    """Return the function for activation checkpointing of a layer, or None if it is disabled."""
     is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
     return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
 
 
 def get_forward_arg_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments of a model's ``forward`` method."""
+    """Return the argument names of a model's ``forward`` method."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def get_accepted_forward_kwargs(model: nn.Module) -> frozenset[str] | None:
-    """Return the names of all keyword arguments that a model's ``forward`` accepts, or None if it accepts any name.
+    """Return the keyword arguments that a model's ``forward`` accepts, or None if it accepts any.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
     of the wrapped model.
@@ -166,7 +166,7 @@ def get_accepted_forward_kwargs(model: nn.Module) -> frozenset[str] | None:
 
 
 def filter_forward_kwargs(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the entries of a batch that a model's ``forward`` accepts as keyword arguments."""
+    """Drop the batch entries that a model's ``forward`` does not accept as keyword arguments."""
     names = get_accepted_forward_kwargs(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
@@ -174,7 +174,7 @@ def filter_forward_kwargs(batch: Mapping[str, Any], model: nn.Module) -> dict[st
 def copy_batch_with_cache_disabled(
     batch: Mapping[str, Any], model: nn.Module, *, uses_gradient_checkpointing: bool
 ) -> dict[str, Any]:
-    """Return a copy of the batch that disables the key-value cache but keeps the default attention mask.
+    """Copy a batch with the key-value cache disabled, but with the default attention mask.
 
     transformers detects packed documents (``position_ids`` that restart) only if there is neither an ``attention_mask``
     nor a cache. To replace the cache, an attention mask of ones is added.
@@ -201,7 +201,7 @@ def copy_batch_with_cache_disabled(
 
 
 def remove_kv_caches(model_output: Any, forward_arg_names: Collection[str]) -> Any:
-    """Return a copy of a model's output without key-value caches, or None if the output has no cache.
+    """Copy a model's output without key-value caches, or return None if it has no cache.
 
     Args:
         model_output: the output of the forward pass.
@@ -258,7 +258,7 @@ def _has_unfinished_on_any_rank(model: PreTrainedModel, this_peer_finished: bool
 
 
 def find_embeddings(model: nn.Module, embedding_kind: str) -> nn.Module | None:
-    """Return the "input" or "output" embeddings of a transformers model, or None if the model has none."""
+    """Find the "input" or "output" embeddings of a transformers model, or None if it has none."""
     try:
         found: nn.Module | None = getattr(model, f"get_{embedding_kind}_embeddings")()
     except (AttributeError, RuntimeError):  # how transformers reports that there are none
@@ -267,7 +267,7 @@ def find_embeddings(model: nn.Module, embedding_kind: str) -> nn.Module | None:
 
 
 def get_uniform_config_field(config: PreTrainedConfig, field_name: str) -> Any:
-    """Return the value of a config field, or None if the field is missing or its value differs between layers."""
+    """Return the value of a config field, or None if it is missing or differs between layers."""
     try:
         return getattr(config, field_name, None)
     except Exception:  # transformers raises an error for a value that differs between layers

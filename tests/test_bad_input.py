@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
         ToyLM,
         {"policy": Written("Layer", ("mlp.fc1", Linear1D_Col), ("norm2", Linear1D_Row))},
         ConfigError,
-        ("Linear1D_Row can only replace a linear layer, but got a LayerNorm", "name the linear layer itself"),
+        ("Linear1D_Row can only replace a linear layer, but got a LayerNorm", "the path of the linear layer itself"),
     ),
     "an argument that a layer does not take, found half-way": Case(
         ToyLM,
@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
         ("'layers.0.mlp.fc1'", "gather_outputs", "from_native_module"),
     ),
     "an embedding that needs its whole table": Case(
-        embedding_with_max_norm, OWN, ConfigError, ("max_norm=1.0", "keep this embedding replicated")
+        embedding_with_max_norm, OWN, ConfigError, ("max_norm=1.0", "keep the embedding replicated")
     ),
     "overlap without sequence parallelism": Case(
         ToyLM,
@@ -412,13 +412,13 @@ def _lay_grid(**sizes: Any) -> Refusal:
     [
         ({"tensor": 3}, ("tensor=3", "number of processes, 2", "Use tensor=1 or tensor=2", "multiple of 3 processes")),
         ({"tensor": 2, "data": 2}, ("tensor=2 times data=2", "2", "start 4 processes")),
-        ({"data": 3}, ("data=3 does not divide", "Use data=1 or data=2", "multiple of 3 processes")),
+        ({"data": 3}, ("is not divisible by data=3", "Use data=1 or data=2", "multiple of 3 processes")),
         ({"tensor": 0}, ("tensor=0", "at least 1")),
         ({"config": {"parallel": {"tensr": 2}}}, ("'tensr'", "'tensor'")),
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "tensor=(2, 1)")),
         ({"config": {"parallel": {"tensor": {"sise": 2}}}}, ("'sise'", "'size'")),
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "not an integer")),
-        ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
+        ({"pipe": 3}, ("is not divisible by pipe=3", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "dict(tensor=2)")),
         ({"config": {"tensor": 2}}, ("tensor = 2, which is not a valid option", "dict(tensor=2)")),
         ({"config": {"parallel": 2}}, ("parallel = 2", "dict(tensor=2)")),
@@ -446,7 +446,11 @@ def _lay_different_grids() -> Refusal:
 
 def test_processes_with_different_grids_raise(pool2: WorkerPool) -> None:
     refused(
-        pool2.run(_lay_different_grids), ConfigError, "tensor=2", "tensor=1", "Pass the same sizes on every process"
+        pool2.run(_lay_different_grids),
+        ConfigError,
+        "tensor=2",
+        "tensor=1",
+        "Pass the same axis sizes on every process",
     )
 
 

@@ -168,7 +168,11 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
     coverage_page = importlib.import_module("coverage_page")
     stages = {
         "olmo2": {"type": "olmo2", "passed": True, "said": "PASS: Largest difference 1e-15"},
-        "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2 does not work with MPNet: it differs"},
+        "mpnet": {
+            "type": "mpnet",
+            "passed": False,
+            "said": "M does not support pipeline parallelism (pipe=2): it differs",
+        },
     }
     page = coverage_page.page([coverage_page.Record(**line) for line in found.values()], [], stages)
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
@@ -212,7 +216,7 @@ def test_coverage_compares_an_architecture_over_stages(
     run("coverage_stages", "--out", str(out), "--only", "olmo2|xlm")
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
     assert found["olmo2"]["passed"]
-    assert not found["xlm"]["passed"] and "another stage computes it" in found["xlm"]["said"]
+    assert not found["xlm"]["passed"] and "only on another pipeline stage" in found["xlm"]["said"]
 
 
 @pytest.mark.full

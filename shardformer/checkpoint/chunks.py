@@ -37,7 +37,7 @@ def intersect_chunks(first_chunk: ChunkBounds, second_chunk: ChunkBounds) -> Chu
 
 @dataclass(frozen=True, eq=False)
 class LocalTensorChunk:
-    """A rectangular part of a full tensor, with the values that this rank stores.
+    """Rectangular chunk of a full tensor that this rank stores.
 
     Args:
         start: index of its first element in the full tensor.
@@ -52,7 +52,7 @@ class LocalTensorChunk:
         return self.start, tuple(self.values.shape)
 
     def get_subview(self, start: Offsets, size: Offsets) -> Tensor:
-        """Return a view of a rectangular part of this chunk; ``start`` is an index in the full tensor."""
+        """Return a view of a rectangular region of this chunk. ``start`` is an index in the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
@@ -77,7 +77,7 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class LocalTensorRegion:
-    """Describes which elements of a full tensor this rank stores in one buffer.
+    """Elements of a full tensor that this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.
@@ -109,11 +109,11 @@ class LocalTensorRegion:
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def make_tensor_item(self, tensor_name: str, buffer: Tensor) -> CheckpointTensor:
-        """Create a ``CheckpointTensor`` whose chunks are views of ``buffer``, which stores this rank's elements."""
+        """Create a ``CheckpointTensor`` whose chunks are views of this rank's elements in ``buffer``."""
         return CheckpointTensor(tensor_name, self.shape, buffer.dtype, self.split_into_chunks(buffer))
 
     def split_into_chunks(self, buffer: Tensor) -> list[LocalTensorChunk]:
-        """Split ``buffer``, which stores this rank's elements, into rectangular chunks of the full tensor."""
+        """Split this rank's elements in ``buffer`` into rectangular chunks of the full tensor."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
@@ -163,13 +163,13 @@ def _split_range_of_row_into_chunks(
 
 
 def get_local_chunk_bounds(tensor_items: Sequence[CheckpointTensor]) -> LocalChunks:
-    """Return the names and bounds of the tensor chunks that this rank stores, to send them to other ranks."""
+    """List the names and bounds of this rank's tensor chunks, to send them to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in tensor_items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in tensor_items}
 
 
 def exclude_tensors(local_chunks: LocalChunks, tensor_names: Container[str]) -> LocalChunks:
-    """Return the list of a rank's chunks without those of the tensors in ``tensor_names``."""
+    """Remove the tensors in ``tensor_names`` from a rank's list of chunks."""
     chunks, tensors = local_chunks
     return [chunk for chunk in chunks if chunk[0] not in tensor_names], {
         n: x for n, x in tensors.items() if n not in tensor_names
@@ -187,7 +187,7 @@ def assign_chunks_to_write(
 
 
 def select_chunks_to_write(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Compute which chunks this rank must write, based on the lists of chunks that all ranks store.
+    """Select the chunks that this rank must write, so that each element is written once.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """

@@ -63,7 +63,7 @@ def get_checkpoint_folder(checkpoint_root: Path, step: int) -> Path:
 
 
 def make_temporary_checkpoint_path(checkpoint_root: Path, step: int) -> Path:
-    """Return a new hidden path at which a checkpoint is stored until it is complete."""
+    """Return a unique hidden path for a checkpoint that is still being written."""
     return make_temporary_path(get_checkpoint_folder(checkpoint_root, step))
 
 
@@ -90,7 +90,7 @@ def lock_checkpoint_directory(checkpoint_root: Path, step: int, model: nn.Module
         kind = "symbolic link" if named.is_symlink() else "file"
         raise ConfigError(
             f"Cannot save the checkpoint {named}, because a {kind} with this name exists.",
-            remedy="Rename or delete it, or save to another directory.",
+            remedy=f"Rename or delete the {kind}, or save to another directory.",
         )
     if _was_saved_by_another_model(named, model):
         raise ConfigError(

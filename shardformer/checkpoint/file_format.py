@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compute_chunk_checksum(chunk_values: Tensor, start: Offsets) -> int:
-    """Compute a 64-bit checksum of one chunk, which is added to the checksum of its full tensor."""
+    """Compute a 64-bit checksum of a chunk. The checksums of a tensor's chunks add up to that of the tensor."""
     if chunk_values.numel() == 0:
         return 0
     numbers: Any = chunk_values.detach().cpu().contiguous()
@@ -66,7 +66,7 @@ def _compute_weighted_sum(integers: numpy.ndarray[Any, Any], weights: Sequence[A
 
 
 def _compute_checksum_weights(dim: int, start_index: int, num_indices: int) -> numpy.ndarray[Any, Any]:
-    """Return an odd factor for each index along ``dim``, which weights the elements in a checksum."""
+    """Compute an odd weight for each index along ``dim``, so that the checksum depends on element positions."""
     x = numpy.arange(start_index + 1, start_index + num_indices + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_get_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -114,7 +114,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class TensorIndexEntry:
-    """The entry of one tensor in the index of a checkpoint: its dtype, its full shape and its saved chunks."""
+    """Entry of a tensor in the checkpoint index: its dtype, its full shape and its saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -222,7 +222,6 @@ def read_save_number_and_time(checkpoint_folder: Path) -> tuple[int, float]:
 
 
 def decode_saved_chunk(json_values: Sequence[Any]) -> SavedChunk:
-    """Create a ``SavedChunk`` from its JSON representation in the index."""
     start, size, file, total = json_values
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -232,7 +231,6 @@ def _compute_sha256(text: str) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -265,7 +263,7 @@ class TensorToWrite(NamedTuple):
 
 
 def get_safetensors_dtype_and_shape(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """Return the dtype name and the shape of a tensor as the header of a safetensors file lists them."""
+    """Return the dtype name and the shape of a tensor in the format of a safetensors header."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
@@ -324,7 +322,6 @@ def write_chunks(path: Path, chunks: Sequence[tuple[str, Offsets, Tensor]], *, s
 
 
 def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError if tensors of this dtype cannot be saved in a checkpoint."""
     if dtype not in DTYPE_NAMES:
         supported_dtypes = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         raise ConfigError(
@@ -334,7 +331,7 @@ def check_dtype_can_be_saved(tensor_name: str, dtype: torch.dtype) -> None:
 
 
 def find_overlapping_chunks(index_entry: TensorIndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield each saved chunk of a tensor that overlaps ``chunk``, as its number and the overlap."""
+    """Yield the number and the overlap of each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(index_entry.chunks):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
@@ -376,8 +373,8 @@ def encode_json_value(value: Any, name_in_error: str) -> Any:
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InputError(
         f"{name_in_error} is a {type_name}, which cannot be saved in a checkpoint.",
-        remedy="Pass its state_dict(), or convert it to numbers, strings, tensors, or containers of these. Arrays "
-        f"and tensors may have up to {MOST} elements.",
+        remedy="Save its state_dict() instead, or convert the value to numbers, strings, tensors of at most "
+        f"{MOST} elements, or containers of these.",
     )
 
 

@@ -201,7 +201,7 @@ def read_checkpoint_tensors(
                     count += prod(bounds[1])
                 if count != (expected := chunk.values.numel()):
                     raise make_corruption_error(
-                        f"The checkpoint {checkpoint_folder} contains {count} of the {expected} elements of "
+                        f"The checkpoint {checkpoint_folder} contains only {count} of the {expected} elements of "
                         f"{item.name} that this rank needs."
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
@@ -223,7 +223,9 @@ def read_checkpoint_tensors(
         file = checkpoint_folder / file_format.get_rank_file_name(box.file_index)
         chunk = f"the chunk of {name} at {list(box.start)} in {file}"
         if count != (expected := prod(box.size)):
-            raise make_corruption_error(f"The index lists {expected} elements for {chunk}, but the ranks read {count}.")
+            raise make_corruption_error(
+                f"The checkpoint index lists {expected} elements for {chunk}, but {count} elements were read."
+            )
         if total % BITS != box.checksum:
             raise make_corruption_error(f"The checksum of {chunk} does not match its contents.")
     return reader.num_bytes
@@ -232,7 +234,7 @@ def read_checkpoint_tensors(
 def _number_saved_chunks(
     index: CheckpointIndex, tensor_items: Sequence[CheckpointTensor], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Number the saved chunks of all tensors that any rank loads, identically on every rank."""
+    """Number the saved chunks that any rank loads, in the same order on all ranks."""
     local = {item.name for item in tensor_items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -242,7 +244,7 @@ def _number_saved_chunks(
 
 
 class LoadPlan:
-    """Lists the tensors that this rank reads from a checkpoint, and where to store them.
+    """Plan of the tensors that this rank reads from a checkpoint, and where it copies them.
 
     Args:
         index: index of the saved run.
@@ -368,7 +370,7 @@ class LoadPlan:
         saved = self.index.values["optimizers"]
         if optimizer_states and len(saved) != len(optimizer_states):
             raise ConfigError(
-                f"Got {len(optimizer_states)} optimizers, but {self._where} was saved with {len(saved)}.",
+                f"The number of optimizers is {len(optimizer_states)}, but {self._where} was saved with {len(saved)}.",
                 remedy="Create the optimizers as in the saved run, or omit optimizer= to load only the weights.",
             )
         has_saved_dtypes = all(
@@ -388,12 +390,12 @@ class LoadPlan:
         if passed and saved != passed:
             passed_names, saved_names = ", ".join(passed), ", ".join(saved) or "no scheduler"
             raise ConfigError(
-                f"Got {passed_names} as the scheduler, but {self._where} was saved with {saved_names}.",
+                f"The scheduler is {passed_names}, but {self._where} was saved with {saved_names}.",
                 remedy="Pass the same schedulers that you passed to save_checkpoint, or omit the argument scheduler.",
             )
 
     def _add_rng_states(self) -> None:
-        """Prepare to restore the random states of the saved rank with the same mesh coordinates.
+        """Plan to restore the random number generators of the saved rank with the same mesh coordinates.
 
         Under another layout, the states of the first rank with the same data rank are restored.
         """
@@ -470,7 +472,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The result of ``load_checkpoint``, with the path, step and extra values of the checkpoint.
+    """Path, step and extra values of a checkpoint that ``load_checkpoint`` has loaded.
 
     Args:
         path: path of the checkpoint.

@@ -41,11 +41,11 @@ FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the o
 def gather_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, shared_directory: str | os.PathLike[str]
 ) -> Any:
-    """Collect the state of a sharded optimizer into one state dict on rank 0, and return None on other ranks.
+    """Gather the state of a sharded optimizer into one state dict on rank 0.
 
-    The state dict fits the optimizer of the unsharded model. All ranks must call this function. The ranks write their
-    shards to a temporary folder, from which rank 0 reads full tensors, so that no other rank needs memory for them.
-    Communicates names and sizes.
+    Returns None on other ranks. The state dict fits the optimizer of the unsharded model. All ranks must call this
+    function. The ranks write their shards to a temporary folder, from which rank 0 reads full tensors, so that no other
+    rank needs memory for them. Communicates names and sizes.
 
     Args:
         optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
@@ -122,7 +122,7 @@ def _collect_states_and_param_groups(
         found = collect_optimizer_states(optimizer, model_tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"Got {len(found)} optimizers ({', '.join(each.kind for each in found)}), but a state dict stores one.",
+                f"A state dict stores one optimizer, but got {len(found)}: {', '.join(each.kind for each in found)}.",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint, which accept a list of optimizers.",
             )
         if isinstance(optimizer, ZeroOptimizer):
@@ -134,7 +134,7 @@ def _collect_states_and_param_groups(
             kind = found[0].kind
             raise ConfigError(
                 f"Pipeline parallelism requires the parameters of {kind} to be in the order of model.parameters().",
-                remedy="Pass the parameters to the optimizer in this order.",
+                remedy="Create the optimizer from model.parameters(), or keep this order in each parameter group.",
             )
         return found[0], groups
 
@@ -182,7 +182,6 @@ def _split_optimizer_state(
 def _iter_local_state_tensors(
     optimizer_states: OptimizerStates, tensors_by_param: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
-    """Yield this rank's shard of each optimizer state tensor."""
     for slot in optimizer_states.iter_optimizer_tensors():
         for key, full in tensors_by_param.get(slot.name, {}).items():
             yield (

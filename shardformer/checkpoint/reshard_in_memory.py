@@ -58,7 +58,7 @@ Ranks = dict[int, torch.dtype]
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Number of bytes that this rank sent, received, and copied from its own memory while resharding."""
+    """Bytes that this rank sent, received, and copied from its own memory while resharding."""
 
     sent: int
     received: int
@@ -84,7 +84,7 @@ TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class CheckpointTensorMetadata(NamedTuple):
-    """A description of a ``CheckpointTensor`` without its values, which is sent to other ranks."""
+    """Metadata of a ``CheckpointTensor``, which is sent to other ranks without its values."""
 
     name: str
     shape: Offsets
@@ -210,7 +210,7 @@ class _StoredAndRequestedChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, tensor_name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Split the requested chunks so that all elements of a smaller chunk are stored by the same ranks.
+        """Split the requested chunks into smaller chunks, each of which is stored entirely by the same ranks.
 
         Yields (chunk, owners, targets).
         """
@@ -290,7 +290,7 @@ def _split_chunk_by_owners(
     are_owned_chunks_disjoint: bool = False,
     owner_ranks: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` so that all elements of a smaller chunk are stored by the same ranks.
+    """Split ``chunk`` into smaller chunks, each of which is stored entirely by the same ranks.
 
     Yields (smaller chunk, owners). The chunks in ``owned_chunks`` are inside ``chunk``. If they overlap each other, the
     middle one divides the others recursively.
@@ -443,12 +443,12 @@ def _start_send_or_recv(
 def _make_missing_tensor_error(missing_tensor: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {missing_tensor}, but no rank stores it.",
-        remedy=f"{hint}Pass this tensor in the argument have on at least one rank.",
+        remedy=f"{hint}Pass this tensor in stored_tensors on at least one rank.",
     )
 
 
 class ReshardSource:
-    """The state of a training run, which is kept while you rebuild the model under another parallel layout.
+    """Training state that is kept in memory while you rebuild the model under another parallel layout.
 
     Creating it communicates the names and sizes of the tensors, and all values that are not tensors.
     """

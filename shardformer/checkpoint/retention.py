@@ -79,7 +79,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def move_user_files_and_delete_folder(temporary_folder: Path, user_files_folder: Path) -> None:
-    """Move your own files out of a hidden checkpoint folder, and delete the folder."""
+    """Move files that you added out of a hidden checkpoint folder, and delete the folder."""
     for path in _list_user_files(temporary_folder):
         user_files_folder.mkdir(exist_ok=True)
         path.rename(user_files_folder / path.name)

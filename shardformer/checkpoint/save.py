@@ -45,7 +45,7 @@ LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 
 @dataclass(eq=False)
 class RankSnapshot:
-    """The data that one rank writes into a checkpoint: chunks of tensors and entries of the index.
+    """Tensor chunks and index entries that one rank writes into a checkpoint.
 
     Args:
         rank: this rank, out of the ``size`` ranks that save.
@@ -193,8 +193,8 @@ def _wait_for_chunk_list_of_rank(rank: int, temporary_folder: Path) -> Path:
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             problem = "failed to write" if has_failed else "did not finish writing"
             raise InputError(
-                f"Rank {rank} {problem} its shards of the checkpoint {temporary_folder}.",
-                remedy="Check the log of this rank. With several hosts, save to a directory on a shared file system.",
+                f"The checkpoint {temporary_folder} is incomplete, because rank {rank} {problem} its shards.",
+                remedy=f"Check the log of rank {rank}. With several hosts, save to a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
@@ -461,7 +461,7 @@ def _check_no_pending_save(previous_save: AsyncSave | None) -> None:
     if not previous_save.was_waited_for:
         state = "is finished" if previous_save.is_done else "is still in progress"
         raise InputError(
-            f"The previous asynchronous save {state}, but wait() was not called on it.",
+            f"wait() was not called on the previous asynchronous save, which {state}.",
             remedy="Call wait() on the result of async_save_checkpoint before you save again.",
         )
     previous_save.result()

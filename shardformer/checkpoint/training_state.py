@@ -96,7 +96,6 @@ class ModelCheckpointTensors:
 
     @property
     def mesh_axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, keyed by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -121,14 +120,14 @@ class ModelCheckpointTensors:
         return self._names.get(id(tensor))
 
     def get_local_region(self, tensor: Tensor) -> LocalTensorRegion:
-        """Return which elements of a full parameter or buffer this rank stores."""
+        """Return the region of a full parameter or buffer that this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return LocalTensorRegion(tuple(tensor.shape), None, {})
         return LocalTensorRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def get_param_slice_region(self, param_slice: ParamSlice) -> LocalTensorRegion:
-        """Return which elements of the full parameter are in a slice of a ZeRO shard."""
+        """Return the region of the full parameter that a slice of a ZeRO shard covers."""
         spec = param_slice.entry.spec
         sharded = spec if spec.is_sharded and not param_slice.grad_slot.is_shared else None
         return LocalTensorRegion(spec.shape, sharded, self._state.coords, param_slice.param_range)
@@ -149,7 +148,6 @@ class ModelCheckpointTensors:
         return {id(p) for unit in (self.zero.stage3_param_groups if self.zero is not None else ()) for p in unit.params}
 
     def compute_buffer_checksums(self) -> dict[str, int]:
-        """Compute a checksum of each buffer on this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: compute_chunk_checksum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
@@ -237,7 +235,7 @@ def _check_state_dict_entry_can_be_saved(entry_name: str, value: Any, *, is_regi
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """A parameter that an optimizer updates, or a slice of one, with its position in the full parameter."""
+    """Parameter or parameter slice that an optimizer updates, with its position in the full parameter."""
 
     name: str
     param: Tensor
@@ -309,7 +307,7 @@ class OptimizerStates:
     def _get_full_state_region(
         self, state_key: str, state_shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
     ) -> LocalTensorRegion:
-        """Describe a state tensor that does not have its parameter's shape as unsharded.
+        """Return the region of an unsharded state tensor, whose shape differs from that of its parameter.
 
         Raises ConfigError if the parameter is sharded.
         """
@@ -317,8 +315,8 @@ class OptimizerStates:
             return LocalTensorRegion(state_shape, None, {})
         param_shape = tuple(optimizer_tensor.param.shape)
         raise ConfigError(
-            f"{self.kind} stores {state_key!r} of shape {state_shape} for the parameter {optimizer_tensor.name}, but "
-            f"this rank stores a shard of shape {param_shape} of the parameter.",
+            f"{self.kind} stores {state_key!r} of shape {state_shape} for the parameter {optimizer_tensor.name}, which "
+            f"does not match this rank's parameter shard of shape {param_shape}.",
             remedy="Call shard_optimizer(model, optimizer) before training, for example with stage=0.",
         )
 
@@ -383,7 +381,7 @@ class OptimizerStates:
     def get_local_state_region(
         self, state_key: str, state_shape: tuple[int, ...], optimizer_tensor: OptimizerTensor
     ) -> LocalTensorRegion:
-        """Return which elements of a full optimizer state tensor this rank stores."""
+        """Return the region of a full optimizer state tensor that this rank stores."""
         return (
             optimizer_tensor.region
             if state_shape == optimizer_tensor.region.shape
@@ -442,14 +440,14 @@ def collect_optimizer_states(optimizer: Optimizers, model_tensors: ModelCheckpoi
                 "The optimizer was created by shard_optimizer for another model.",
                 remedy="Pass the model that you passed to shard_optimizer.",
             )
-    plain = unwrap_zero_optimizers(as_list(optimizer))
-    for each in plain:
+    optimizers = with_nested_optimizers(unwrap_zero_optimizers(as_list(optimizer)))
+    for each in optimizers:
         _check_saves_only_torch_state(each)
-    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(with_nested_optimizers(plain))]
+    return [OptimizerStates(each, number, model_tensors) for number, each in enumerate(optimizers)]
 
 
 def with_nested_optimizers(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return each optimizer, followed by the optimizers that it contains."""
+    """List each optimizer, followed by the optimizers that it wraps."""
     return [each for optimizer in optimizers for each in (optimizer, *_find_nested_optimizers(optimizer))]
 
 
@@ -466,7 +464,7 @@ def _check_saves_only_torch_state(optimizer: Optimizer) -> None:
 
 
 def _find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in the attributes of another one, such as Lookahead, that have a state of their own."""
+    """Find the optimizers inside a wrapper such as Lookahead that have a separate state."""
     found, seen, pending = [], {id(optimizer), id(optimizer.state)}, list(vars(optimizer).values())
     while pending:
         value = pending.pop(0)

@@ -126,7 +126,7 @@ def _declare_global_options(
         ),
     ] = False,
 ) -> None:
-    """Declare the options of ``shardformer`` itself, such as ``--version``."""
+    """Declare options of ``shardformer`` without a subcommand, such as ``--version``."""
 
 
 def _print_version_if_requested(is_requested: bool) -> None:
@@ -136,7 +136,7 @@ def _print_version_if_requested(is_requested: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line interface. A ``ShardFormerError`` is printed without traceback, and the exit status is 2."""
+    """Run the ``shardformer`` command. A ``ShardFormerError`` is printed without traceback; the exit status is 2."""
     try:
         build_app()(None if argv is None else list(argv), prog_name="shardformer")
     except ShardFormerError as error:

@@ -185,7 +185,7 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 
 
 def print_help(usage: str, description: str, sections: Sequence[Section], example: str = "") -> None:
-    """Print a help screen.
+    """Print the help screen of a command with its usage, description and options.
 
     Args:
         usage: the command with its arguments.

@@ -180,7 +180,7 @@ def _check_all_reduce() -> EnvironmentCheckResult:
 
 
 def measure_all_reduce_latency_ms(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
-    """Start processes, and return the median time in milliseconds of a 1 MB all-reduce between them over gloo.
+    """Measure the median time in milliseconds of a 1 MB all-reduce between new processes with gloo.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
     """
@@ -243,7 +243,7 @@ def time_all_reduce(rank: int, num_processes: int, store_path: str) -> None:
         times_s.append(time.perf_counter() - start)
         if not bool((numbers == expected).all()):
             total = numbers[0].item()
-            raise ArithmeticError(f"all_reduce returned {total}, but the sum over the ranks is {expected}.")
+            raise ArithmeticError(f"All-reduce returned the wrong sum {total} instead of {expected}.")
     destroy_process_group()
     print(1e3 * median(times_s[5:]))
 

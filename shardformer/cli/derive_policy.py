@@ -25,7 +25,7 @@ def derive_policy(
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the generated policy class.")] = "MyPolicy",
     as_json: Annotated[bool, typer.Option("--json", help="Print the class name and the code as JSON.")] = False,
 ) -> None:
-    """Derive a sharding policy for MODEL, validate it on a reduced model, and print it as Python code."""
+    """Derive a sharding policy for MODEL, validate it on a small copy of the model, and print it as Python code."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
     from shardformer.discovery.derive_policy import format_policy_source_with_notes
     from shardformer.verify.model_source import call_user_fn_and_convert_errors, find_model_source

@@ -72,7 +72,7 @@ def generate(
         bool, typer.Option("--json", help="Print the prompt, the model input, the text and its tokens as JSON.")
     ] = False,
 ) -> None:
-    """Generate text that continues PROMPT, with a trained model that may be sharded over several processes.
+    """Generate text from PROMPT with a trained model, which can be sharded over several processes.
 
     If the model was trained on conversations, PROMPT is inserted into the chat template as a user message, and the
     answer is printed. The tokens are the same as from transformers' generate() on a single device.
@@ -119,14 +119,14 @@ def _maybe_apply_chat_template(
     system_message: str | None,
     skip_chat_template: bool,
 ) -> tuple[bool, str]:
-    """Apply the chat template to the prompt. Return whether the template was applied, and the input text."""
+    """Apply the model's chat template to the prompt, if it has one. Return whether it has, and the input text."""
     if not prompt:
         raise InputError("The prompt '' is empty.", remedy="Pass the text that the model should continue.")
     if skip_chat_template or saved_model.chat_template is None:
         if system_message is not None:
-            reason = "with --raw" if skip_chat_template else "because the model has no chat template"
+            reason = "--raw skips the chat template" if skip_chat_template else "the model has no chat template"
             raise ConfigError(
-                f"--system {system_message!r:.60} has no effect {reason}.",
+                f"--system {system_message!r:.60} has no effect, because {reason}.",
                 remedy="Remove --system, or use a model that was trained on conversations, without --raw.",
             )
         return False, prompt
@@ -151,7 +151,7 @@ def _apply_chat_template(
 
 
 def _get_stop_kwargs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return arguments for ``generate`` that stop the text at the end of the model's answer."""
+    """Return arguments for ``model.generate`` that stop after the model's answer."""
     ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prompt, whole = _apply_chat_template(tokenizer, [ask], True), _apply_chat_template(tokenizer, [ask, answer], False)
     end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
@@ -164,13 +164,13 @@ def _get_stop_kwargs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def _validate_sampling_options(sampling_options: dict[str, float | None]) -> dict[str, Any]:
-    """Return the sampling options that are not None, such as ``temperature``. Raises ConfigError for invalid values."""
+    """Check sampling options such as ``temperature``, and drop those that are None. Raises ConfigError."""
     options = {name: value for name, value in sampling_options.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if (value := options.get(name)) is not None and not 0 < value <= most:
             flag = f"--{name.replace('_', '-')}"
             limit = "greater than 0" if most > 1 else "greater than 0 and at most 1"
-            raise ConfigError(f"{flag} must be {limit}, but got {value}.", remedy=f"Use {flag} 0.8, or remove it.")
+            raise ConfigError(f"{flag} must be {limit}, but got {value}.", remedy=f"For example, use {flag} 0.8.")
     return options
 
 
@@ -188,8 +188,8 @@ def _tokenize_prompt(
     if most is not None and not model_config.is_encoder_decoder and length + max_new_tokens > most:
         shorter = f", or --max-new-tokens {most - length}" if length < most else ""
         raise InputError(
-            f"The prompt has {length} tokens and --max-new-tokens is {max_new_tokens}, which together exceed the "
-            f"maximum sequence length of the model, {most}.",
+            f"The prompt of {length} tokens and --max-new-tokens {max_new_tokens} together exceed the model's maximum "
+            f"sequence length of {most} tokens.",
             remedy=f"Use a shorter prompt{shorter}.",
         )
     return ids
@@ -204,7 +204,7 @@ def _check_can_generate(model: PreTrainedModel, model_name: str) -> None:
 
 
 def _generate_tokens(engine: Any, input_ids: Tensor, seed: int, generate_kwargs: dict[str, Any]) -> list[int]:
-    """Return the new tokens. All ranks draw the same samples, because they have the same seed and the same logits."""
+    """Generate new token ids. All ranks draw the same samples, because they have the same seed and logits."""
     import torch
 
     torch.manual_seed(seed)

@@ -44,7 +44,7 @@ def check_torchrun_options(args: argparse.Namespace) -> None:
         except (OSError, UnicodeError) as error:
             raise LaunchError(
                 f"--local-addr {args.local_addr!r} is not an address of this machine: {error}.",
-                remedy="Use --local-addr 127.0.0.1, or remove it.",
+                remedy="Use --local-addr 127.0.0.1, or remove the option.",
             ) from error
 
 
@@ -71,7 +71,7 @@ def _check_process_and_node_counts(torchrun_args: argparse.Namespace) -> None:
     if not 1 <= least <= most <= MAX_NODES:
         raise LaunchError(
             f"--nnodes {torchrun_args.nnodes!r} is neither a number of machines nor a range such as 1:4.",
-            remedy="Use --nnodes 2, or remove it to run on this machine only.",
+            remedy="Use --nnodes 2, or remove --nnodes to run only on this machine.",
         )
     if torchrun_args.standalone and most > 1:
         raise LaunchError(
@@ -99,7 +99,7 @@ def _check_timeout_option_values(torchrun_args: argparse.Namespace) -> None:
             example = 1 if name == "--monitor-interval" else 60
             raise LaunchError(
                 f"{name} must be a number of seconds up to {MAX_TIMEOUT_S}, but got {value}.",
-                remedy=f"Use {name} {example}, or remove it.",
+                remedy=f"For example, use {name} {example}.",
             )
 
 
@@ -268,7 +268,7 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
     except ValueError as error:
         reason = get_first_message_line(error)
         raise LaunchError(
-            f"An environment variable PET_... has an invalid value: {reason}.",
+            f"An environment variable PET_... of torchrun has an invalid value: {reason}.",
             remedy="Unset the variable, or set it to a valid value, for example PET_NNODES=2 or PET_STANDALONE=1.",
         ) from error
 
@@ -283,7 +283,7 @@ def _set_torchrun_options_from_hosts(torchrun_args: argparse.Namespace) -> None:
     chosen = select_hosts_by_name(torchrun_args.host, hosts) if torchrun_args.host is not None else hosts or []
     if torchrun_args.nnodes is not None and torchrun_args.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {torchrun_args.nnodes} does not match the number of hosts, which is {len(chosen)}.",
+            f"--nnodes {torchrun_args.nnodes} does not match the number of selected hosts, {len(chosen)}.",
             remedy="Remove --nnodes, or select hosts with --host.",
         )
     if torchrun_args.nproc_per_node is None:
@@ -352,7 +352,7 @@ def _set_omp_num_threads(torchrun_args: argparse.Namespace) -> None:
 def _report_nodes_that_have_not_connected(
     torchrun_args: argparse.Namespace, rendezvous_endpoint: str
 ) -> AbstractContextManager[None]:
-    """Return a context manager that reports which machines have not connected while the others wait for them."""
+    """Create a context manager that reports the machines that have not connected to the rendezvous yet."""
     from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = rendezvous_endpoint.rpartition(":")

@@ -82,7 +82,7 @@ def train(
         _launch_training_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
-    _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
+    _check_process_options_unused(where or "if one is enough", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         _print_dry_run(found, as_json)
     else:
@@ -102,7 +102,7 @@ def _print_dry_run(config: TrainConfig, as_json: bool) -> None:
 
 
 def _train_in_current_process(config: TrainConfig) -> None:
-    """Train in this process. After a signal, print where the checkpoint is, and exit."""
+    """Train without starting processes. After a signal, print where the checkpoint is, and exit."""
     try:
         from shardformer.train_command.run import run_training
 
@@ -130,7 +130,6 @@ def _launch_training_and_exit(
     shutdown_timeout_s: int | None,
     train_command_args: list[str],
 ) -> NoReturn:
-    """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch_script
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
     from shardformer.train_command.build import build_hooks, build_optimizer_factory
@@ -160,7 +159,7 @@ def _check_process_options_unused(no_launch_reason: str, process_options: dict[s
     for name, value in process_options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} has no effect {no_launch_reason}.",
+                f"{name} {value} has no effect, because no processes are started {no_launch_reason}.",
                 remedy=f"Remove {name}.",
             )
 

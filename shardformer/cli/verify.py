@@ -257,7 +257,7 @@ def _select_models_to_verify(options: VerifyOptions) -> list[ModelSource]:
     if (fixed and options.batch) or ("batch_fn" in source.user_overrides and options.tokens):
         raise ConfigError(
             f"--batch and --tokens have no effect for {options.model}, which has its own batch_fn.",
-            remedy="Remove these options, or remove the batch_fn.",
+            remedy="Remove --batch and --tokens, or the batch_fn.",
         )
     if options.tokens and source.config is not None and is_vision_only(source.head):
         model = source.head or options.model
@@ -305,7 +305,6 @@ def _verify_model_class(options: VerifyOptions, source: ModelSource, policy: Any
 
 @contextmanager
 def _show_status(status_text: str) -> Iterator[None]:
-    """Show a status line on the terminal while the body of a ``with`` statement runs."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -325,7 +324,6 @@ def _format_reports_as_json(reports: list[Report], as_list: bool) -> str:
 
 
 def _print_model_class_result(console: Console, report: Report) -> None:
-    """Print a line with the verification result of one model class."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Collectives over a mesh axis, with autograd support, checks that all ranks agree, and a traffic recorder."""
+"""Autograd-aware collectives over a mesh axis, with checks that all ranks make the same calls."""
 
 from __future__ import annotations
 

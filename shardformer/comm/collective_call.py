@@ -1,4 +1,4 @@
-"""Run a function on all ranks, and raise an error on every rank if one fails or if the results differ.
+"""Run a function on all ranks, and raise an error on every rank if it fails on one or the results differ.
 
 If some ranks make a different collective call or none, all ranks raise before any tensor is sent.
 """
@@ -26,7 +26,7 @@ def run_and_compare_across_ranks(
     on_mismatch: Callable[[], None] = lambda: None,
     error_class: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """Run ``fn`` on every rank, and raise an error on all ranks if one fails or if their results differ.
+    """Run ``fn`` on every rank, and raise an error on all ranks if it fails on one or the results differ.
 
     Return the result of this rank. Communicates one gather of a hash per axis.
 
@@ -56,7 +56,7 @@ def run_and_compare_across_ranks(
 
 
 def _call_and_catch(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of ``fn`` or its exception, so that this rank still joins the next collective."""
+    """Call ``fn`` and return its result or exception, so that a failed rank still joins the next collective."""
     try:
         return fn(), None
     except Exception as error:
@@ -70,7 +70,7 @@ def _format_error(exception: Exception | None) -> str | None:
 
 
 def all_gather_over_mesh(local_value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """Gather ``local_value`` from every rank of the mesh, and return a list of (global rank, value) pairs."""
+    """All-gather one value per rank over the whole mesh. Returns (global rank, value) pairs."""
     found = [(context.rank, local_value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
@@ -94,7 +94,7 @@ NUM_FACTS = 5
 
 
 def wait_for_all_ranks(call_name: str, *axes: Axis) -> None:
-    """Wait until all ranks of each axis have made the call named ``call_name``.
+    """Wait until all ranks of the axes have made this call.
 
     Raises InputError on every rank if one makes another call or none. Communicates through the launcher's store.
     """
@@ -134,7 +134,7 @@ def check_ranks_agree_on_call_and_data(
 
 
 def all_gather_ints_and_check_same_call(call_name: str, axis: Axis, local_ints: Sequence[int]) -> list[list[int]]:
-    """All-gather integers over an axis, and check that all its ranks make the call named ``call_name``."""
+    """All-gather integers over an axis, and check that all ranks make the same call."""
     if axis.size == 1:
         return [list(local_ints)]
     axis.transport.announce_collective(call_name, wait=False)
@@ -151,7 +151,7 @@ def _all_gather_ints_with_call_hash(call_name: str, axis: Axis, local_ints: Sequ
 
 
 def hash_to_int(value: Any) -> int:
-    """Hash the ``repr`` of a value to a nonzero integer that is the same in every process."""
+    """Hash the ``repr`` of a value to a nonzero integer that all processes agree on."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
 
@@ -218,7 +218,7 @@ def _suggest_call_on_every_rank(*call_names: str) -> str:
 
 
 def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action_description: str) -> T:
-    """Call ``fn`` on all ranks, and raise the same error on all ranks if one of them fails.
+    """Call ``fn`` on all ranks, and raise the first failed rank's error on all of them.
 
     Return the result of this rank. All ranks raise the error of the first failed rank. An OSError becomes an InputError
     that starts with ``action_description``. Communicates one gather of the errors.
@@ -229,7 +229,7 @@ def run_on_all_ranks(fn: Callable[[], T], world_axis: Axis, action_description: 
 
 
 def run_and_all_gather(fn: Callable[[], T], world_axis: Axis, action: str) -> list[T]:
-    """Call ``fn`` on all ranks, and return a list of the results of all ranks."""
+    """Call ``fn`` on all ranks, and return a list with every rank's result."""
     value, problem = _call_and_catch(fn)
     answers = all_gather_objects((_make_failed_rank_error(problem, action, world_axis.rank), value), world_axis)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
@@ -241,7 +241,7 @@ def run_and_all_gather(fn: Callable[[], T], world_axis: Axis, action: str) -> li
 
 
 def run_on_first_rank(fn: Callable[[], T], world_axis: Axis, action_description: str) -> T:
-    """Call ``fn`` on the first rank only, and return its result or raise its error on all ranks."""
+    """Call ``fn`` on the first rank only, and return its result or raise its error on every rank."""
     value = run_on_all_ranks(fn if world_axis.rank == 0 else lambda: None, world_axis, action_description)
     return cast(T, broadcast_object(value, world_axis))
 

@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis. They communicate nothing if the axis has size 1.
+"""Collectives over one mesh axis. Nothing is communicated if the axis has size 1.
 
 This module selects the algorithm. If the transport has point-to-point exchanges (gloo), the ranks send each other
 chunks and add them in rank order, so the results are bitwise identical on all ranks. Large all-reduces use gloo's own.
@@ -42,7 +42,7 @@ CHECKSUM_BYTES = 4096
 
 
 class PendingCollective:
-    """A collective that is running in the background. Call ``wait()`` to get its result."""
+    """Asynchronous collective. Call ``wait()`` to get its result."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, callback: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return a pending collective that also applies ``callback`` to the result."""
+        """Return a pending collective that applies ``callback`` to the result."""
         return PendingCollective(self._works, lambda: callback(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
@@ -67,7 +67,7 @@ class PendingCollective:
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Start an all-reduce of ``tensor`` with the operation "sum" or "max". ``tensor`` may be overwritten.
+    """Start an asynchronous all-reduce with the operation "sum" or "max". ``tensor`` may be overwritten.
 
     Communicates one all-reduce of ``tensor``.
     """
@@ -84,7 +84,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, op: str = "sum", purpose: st
 
 
 def start_inplace_all_reduce(tensor: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-reduce that sums ``tensor`` over the axis in place. ``tensor`` must be contiguous."""
+    """Start an asynchronous in-place all-reduce (sum). ``tensor`` must be contiguous."""
     record_wait = record_collective_start("all_reduce", axis, get_num_bytes(tensor), purpose)
     return PendingCollective([axis.transport.all_reduce(tensor, "sum")], lambda: tensor, record_wait)
 
@@ -106,7 +106,7 @@ def start_all_gather(
     purpose: str = "block",
     lengths_by_rank: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start an all-gather that concatenates the tensors of all ranks along ``dim``.
+    """Start an asynchronous all-gather that concatenates the tensors of all ranks along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
@@ -148,7 +148,7 @@ def start_all_gather(
 def start_all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, axis: Axis, purpose: str
 ) -> PendingCollective:
-    """Start an all-gather of one-dimensional tensors of equal length, which writes them into ``output_tensor``.
+    """Start an asynchronous all-gather of one-dimensional tensors into ``output_tensor``.
 
     ``input_tensor`` may be this rank's view of ``output_tensor``, which avoids a copy. Communicates one all-gather of
     ``output_tensor``.
@@ -181,7 +181,7 @@ def all_gather(
     purpose: str = "block",
     lengths_by_rank: Sequence[int] | None = None,
 ) -> Tensor:
-    """All-gather ``tensor`` by concatenating the tensors of all ranks along ``dim``. See ``start_all_gather``."""
+    """All-gather ``tensor`` over the axis, concatenated along ``dim``. See ``start_all_gather``."""
     if torch.compiler.is_compiling() and axis.size > 1:
         gathered: Tensor = torch.ops.shardformer.all_gather(
             tensor, axis.key, dim, full_length, lengths_by_rank, purpose
@@ -191,7 +191,7 @@ def all_gather(
 
 
 def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start a reduce-scatter that sums ``tensor`` over the ranks and splits the sum nearly evenly along ``dim``.
+    """Start an asynchronous reduce-scatter (sum), which splits the sum nearly evenly along ``dim``.
 
     Communicates one reduce-scatter of ``tensor``.
     """
@@ -216,7 +216,7 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str =
 def start_all_to_all(
     input_tensors: Sequence[Tensor], recv_sizes: Sequence[int], axis: Axis, purpose: str
 ) -> PendingCollective:
-    """Start an all-to-all that sends ``input_tensors[r]`` to rank r, and concatenates the received tensors.
+    """Start an asynchronous all-to-all: rank r receives ``input_tensors[r]`` and concatenates what it receives.
 
     All tensors have one dimension. Communicates one all-to-all, which is recorded as if all ranks sent as many bytes.
 
@@ -234,7 +234,7 @@ def start_all_to_all(
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """Sum ``tensor`` over the ranks of the axis, and return this rank's shard of the sum along ``dim``."""
+    """Reduce-scatter (sum) ``tensor`` over the axis. Returns this rank's shard of the sum along ``dim``."""
     if torch.compiler.is_compiling() and axis.size > 1:
         scattered: Tensor = torch.ops.shardformer.reduce_scatter(tensor, axis.key, dim, purpose)
         return scattered
@@ -298,7 +298,7 @@ for _name, _run, _shape in (
 
 
 def get_local_chunk(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Split a replicated tensor evenly along ``dim``, and return this rank's chunk. Communicates nothing."""
+    """Return this rank's chunk of a replicated tensor that is split evenly along ``dim``. No communication."""
     if axis.size == 1:
         return tensor
     bounds = get_even_split_bounds(tensor.shape[dim], axis.size)
@@ -306,35 +306,35 @@ def get_local_chunk(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def broadcast_object(local_object: Any, axis: Axis, src: int = 0) -> Any:
-    """Broadcast a picklable object from rank ``src`` to all ranks of the axis, and return the object."""
+    """Broadcast a picklable object from rank ``src`` to all ranks of the axis."""
     return local_object if axis.size == 1 else axis.transport.broadcast_object(local_object, src)
 
 
 def all_gather_objects(local_object: Any, axis: Axis) -> list[Any]:
-    """Gather a picklable object from each rank of the axis, and return a list in rank order."""
+    """All-gather one picklable object per rank, in rank order."""
     return [local_object] if axis.size == 1 else axis.transport.all_gather_objects(local_object)
 
 
 @without_fake_tensors()
 def all_gather_ints(local_ints: Sequence[int], axis: Axis) -> list[list[int]]:
-    """Gather 64-bit integers from each rank of the axis. All ranks must pass the same number of integers."""
+    """All-gather 64-bit integers. All ranks must pass the same number of integers."""
     return [list(local_ints)] if axis.size == 1 else axis.transport.all_gather_ints(local_ints)
 
 
 def broadcast(tensor: Tensor, axis: Axis, src: int = 0) -> Tensor:
-    """Overwrite ``tensor`` with the values of rank ``src`` on every rank of the axis."""
+    """Broadcast ``tensor`` from rank ``src`` to all ranks of the axis, in place."""
     if axis.size > 1:
         axis.transport.broadcast(tensor, src)
     return tensor
 
 
 def compute_numel_and_hash(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of elements of ``tensor`` and a hash of its bits. The hash of a meta or fake tensor is 0."""
+    """Compute the number of elements and a hash of the bits, which is 0 for a meta or fake tensor."""
     return tensor.numel(), int(compute_tensor_hash(tensor)) if has_real_data(tensor) else 0
 
 
 def compute_tensor_hash(tensor: Tensor) -> Tensor:
-    """Return a hash of the bits of ``tensor`` as a scalar tensor on its device, without waiting for the device."""
+    """Compute a hash of a tensor's bits on its device, without a GPU synchronization."""
     flat = view_as_bytes(tensor)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
@@ -346,7 +346,7 @@ def compute_tensor_hash(tensor: Tensor) -> Tensor:
 
 
 def _sum_in_rank_order(tensors_by_rank: Sequence[Tensor]) -> Tensor:
-    """Add the tensors received from all ranks, in rank order. More than two 16-bit tensors are added in fp32."""
+    """Sum the tensors of all ranks in rank order. Three or more 16-bit tensors are summed in fp32."""
     if tensors_by_rank[0].element_size() >= 4 or len(tensors_by_rank) == 2:
         total = tensors_by_rank[0] + tensors_by_rank[1]
         for part in tensors_by_rank[2:]:
@@ -368,7 +368,7 @@ def _zero_pad_dim(tensor: Tensor, dim: int, padded_size: int) -> Tensor:
 
 
 def gather_full_tensor(local_shard: Tensor, shard_spec: ShardSpec, get_axis_by_name: Callable[[str], Axis]) -> Tensor:
-    """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
+    """All-gather the shards of a tensor into the full tensor. Unsharded tensors are copied.
 
     Communicates one all-gather per sharded axis, innermost first.
 
@@ -381,7 +381,7 @@ def gather_full_tensor(local_shard: Tensor, shard_spec: ShardSpec, get_axis_by_n
 def gather_full_tensors(
     local_shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec], get_axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """All-gather the shards of several tensors, and return the full tensors on every rank.
+    """All-gather the shards of several tensors into full tensors on every rank.
 
     Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """
@@ -428,7 +428,7 @@ SHARD_OF = "_shardformer_shard_of"
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``backward`` method raise an error if it is called with ``create_graph=True``."""
+    """Make a ``backward`` method raise an error for ``create_graph=True``."""
 
     @wraps(backward)
     def backward_once(ctx: Any, *grads: Any) -> Any:
@@ -443,7 +443,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CopyToTpRegion(Function):
-    """Autograd function that returns its input, and all-reduces the gradient in the backward pass."""
+    """Autograd function: identity in the forward pass, all-reduce of the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -518,7 +518,7 @@ class _GatherFromParallelRegion(Function):
 
 
 def get_local_slices(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Copy this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
+    """Copy this rank's slices of a replicated tensor. No communication."""
     slices = [tensor.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
@@ -533,7 +533,7 @@ def _all_gather_slices(tensor: Tensor, axis: Axis, dim: int, split: Split, purpo
 
 
 def copy_to_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
-    """Pass ``tensor`` unchanged into a tensor-parallel block, and all-reduce its gradient in the backward pass.
+    """Enter a tensor parallel block: identity in the forward pass, all-reduce in the backward pass.
 
     Raises:
         ConfigError: ``tensor`` is a parameter that is sharded over ``axis``. The sum of the gradients of different
@@ -552,12 +552,12 @@ def copy_to_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from_tp_region(tensor: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the partial results ``tensor`` of all ranks at the end of a tensor-parallel block."""
+    """Leave a tensor parallel block: all-reduce the ranks' partial results."""
     return tensor if axis.size == 1 else _ReduceFromTpRegion.apply(tensor, axis)
 
 
 def gather_from_sp_region(tensor: Tensor, axis: Axis, dim: int, full_length: int) -> Tensor:
-    """All-gather the sequence shards ``tensor`` of all ranks at the start of a tensor-parallel block.
+    """Enter a tensor parallel block: all-gather the sequence shards of all ranks along ``dim``.
 
     Dimension ``dim`` of the result has the length ``full_length``. Forward: one all-gather. Backward: one
     reduce-scatter.
@@ -566,7 +566,7 @@ def gather_from_sp_region(tensor: Tensor, axis: Axis, dim: int, full_length: int
 
 
 def reduce_scatter_to_sp_region(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum ``tensor`` over all ranks, and return only this rank's shard of the sum along ``dim``.
+    """Leave a tensor parallel block: reduce-scatter the ranks' partial results along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """
@@ -574,12 +574,12 @@ def reduce_scatter_to_sp_region(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_to_parallel_region(tensor: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return this rank's slices of a replicated tensor, and all-gather their gradients in the backward pass."""
+    """Return this rank's slices of a replicated tensor. The backward pass all-gathers the gradient."""
     return tensor if axis.size == 1 else _ScatterToParallelRegion.apply(tensor, axis, dim % tensor.dim(), split)
 
 
 def gather_from_parallel_region(tensor: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """All-gather a tensor that is sharded along ``dim``, and slice its gradient in the backward pass.
+    """All-gather a tensor that is sharded along ``dim``. The backward pass slices the gradient.
 
     For computations that every rank does in full. Forward: one all-gather. Backward: no communication.
     """

@@ -1,4 +1,4 @@
-"""A tensor that delays a collective until its values are read, because the collective may be unnecessary.
+"""Tensor that delays a collective until its values are read, because the collective may be unnecessary.
 
 Two consecutive collectives between layers can often be fused. The all-reduce after the embedding is followed by a
 split for the first layer, and both together are a reduce-scatter. The same holds for the gather before the head. A
@@ -39,7 +39,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """A tensor that runs a collective to compute its values only when they are read.
+    """Tensor whose values are computed by a collective only when they are read.
 
     Args (of ``make``):
         local: this rank's shard or summand.
@@ -88,13 +88,13 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the full tensor was not modified and has no gradient hooks, so that ``local`` can replace it."""
+        """Whether ``local`` can replace the full tensor, which is neither modified nor observed by gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 
     @property
     def cached_full_tensor(self) -> Tensor | None:
-        """The full tensor without gradient history, or None if it has not been computed yet."""
+        """Full tensor without autograd history, or None if it has not been computed yet."""
         return self._full
 
     def cache_full_tensor(self, full_tensor: Tensor) -> None:
@@ -103,11 +103,11 @@ class DeferredTensor(Tensor):
             self._full, self._written = full_tensor, full_tensor._version
 
     def is_output_of_node(self, autograd_node: Any) -> bool:
-        """Return whether ``autograd_node`` is the autograd node that computed this full tensor."""
+        """Return whether this autograd node computed the full tensor."""
         return getattr(autograd_node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:
-        """Return the full values as a plain tensor that supports autograd. Communicates only at the first call."""
+        """Return the full values as a plain tensor with autograd support. Only the first call communicates."""
         if self._own is not None:
             return self._own
         full = self._full
@@ -142,7 +142,7 @@ class DeferredTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: TorchFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Handle calls that bypass ``__torch_function__``: those from autograd and from C++ code."""
+        """Handle calls from autograd and C++ code, which bypass ``__torch_function__``."""
         with torch.no_grad():
             args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs or {})))
         return func(*args, **kwargs)
@@ -164,7 +164,7 @@ class _LocalToFullTensor(Function):
 
 
 def _is_identity_view(func: TorchFunction, deferred_tensor: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a view function returns all of ``deferred_tensor`` unchanged, as ``deferred_tensor[:]`` does."""
+    """Return whether a view function returns the whole tensor unchanged, such as ``x[:]``."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
@@ -176,7 +176,7 @@ def _is_identity_view(func: TorchFunction, deferred_tensor: DeferredTensor, args
 
 
 def resolve_deferred_tensors(output: Any) -> Any:
-    """Replace every ``DeferredTensor`` in a nested output by its full values as a plain tensor."""
+    """Replace every ``DeferredTensor`` in a nested output by a plain tensor with the full values."""
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 

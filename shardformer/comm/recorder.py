@@ -1,4 +1,4 @@
-"""Record which collectives run, how many bytes they send, and when the process waits for them.
+"""Record the collectives of a process: their type, their size, and when the process waits for them.
 
 Collectives are counted in this process, when they start. See ``shardformer.mesh.transport`` for the byte formulas.
 """
@@ -20,7 +20,7 @@ from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, Collectiv
 
 @dataclass
 class CollectiveRecorder:
-    """Context manager that records the collectives that this process starts inside it.
+    """Context manager that records the collectives started in its ``with`` block.
 
     >>> with CollectiveRecorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
@@ -62,19 +62,19 @@ class CollectiveRecorder:
             traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return how many collectives were recorded, optionally only those of one operation, axis or purpose."""
+        """Return the number of recorded collectives, optionally for one operation, axis or purpose only."""
         return len(self._filter_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the total size in bytes of the full tensors that the recorded collectives process."""
+        """Return the total size in bytes of the full tensors in the recorded collectives."""
         return sum(c.payload_bytes for c in self._filter_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the total number of bytes that all ranks together send for the recorded collectives."""
+        """Return the total number of bytes that all ranks send in the recorded collectives."""
         return sum(c.wire_bytes for c in self._filter_records(op, axis, purpose))
 
     def summarize_calls(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Summarize the records in a dict: (operation, axis, purpose) -> (number of calls, bytes sent)."""
+        """Summarize the records as a dict from (operation, axis, purpose) to (number of calls, bytes sent)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -111,13 +111,13 @@ def _register_module_tracking_hooks(model: nn.Module, collective_log: Collective
 
 
 def skip_wait_recording() -> None:
-    """Do nothing when the process waits for a collective while no recorder is active."""
+    """Do nothing. This replaces the wait callback while no recorder is active."""
 
 
 def record_collective_start(
     op: str, axis: Axis, payload_bytes: int, purpose: str, *, num_ranks: int | None = None
 ) -> Callable[[], None]:
-    """Record that a collective starts, and return a callback that records when the process waits for it."""
+    """Record the start of a collective. Returns a callback that records when the process waits for it."""
     traffic = axis.traffic
     if not traffic.enabled:
         return skip_wait_recording

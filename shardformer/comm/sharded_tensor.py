@@ -1,4 +1,4 @@
-"""Base class of tensors that store one rank's shard but behave like the full tensor.
+"""Base class of tensors that store one shard per rank but behave like the full tensor.
 
 A rule defines what a torch function returns for such a tensor. A view rule receives the arguments of a view function
 of the full tensor, and returns
@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """A tensor that has the shape of the full tensor, but stores only this rank's shard of one dimension.
+    """Tensor that has the full tensor's shape but stores only this rank's shard of one dimension.
 
     Attributes:
         local: the shard.
@@ -70,11 +70,11 @@ class ShardedTensor(Tensor):
         """Do nothing, because ``__new__`` has already set all attributes."""
 
     def to_local(self) -> Tensor:
-        """Return this rank's shard, including its autograd history. Communicates nothing."""
+        """Return this rank's shard with its autograd history. Communicates nothing."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """All-gather the shards into the full tensor, with its autograd history. Communicates only at the first call.
+        """All-gather the shards into the full tensor, with autograd history. Only the first call communicates.
 
         The subclass's ``_gather_full_tensor`` defines what the backward pass communicates.
         """
@@ -90,27 +90,27 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def with_local_shard(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Create a tensor from the shard ``local``, with this tensor's sharded dimension and dtype by default."""
+        """Wrap another local shard in a tensor with the same sharded dimension and dtype by default."""
         raise AssertionError
 
     def make_view(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """Create a view of this tensor from the view's shard ``local``."""
+        """Wrap the local shard of a view of this tensor."""
         return self.with_local_shard(local, dim)
 
     def slice_to_local(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of the unsharded tensor ``full`` along ``dim``."""
+        """Return this rank's slice of an unsharded tensor."""
         raise AssertionError
 
     def has_same_sharding(self, other: Self) -> bool:
-        """Return whether ``other`` is sharded in the same way, so that operations can combine local shards."""
+        """Return whether ``other`` has the same sharding, so that operations can use local shards."""
         raise AssertionError
 
     def get_stored_shard(self) -> Tensor:
-        """Return this rank's shard without the cast to this tensor's dtype."""
+        """Return the local shard in its stored dtype, without a cast."""
         return self.local
 
     def are_operand_grads_summed_over_ranks(self) -> bool:
-        """Return whether gradients of replicated operands are summed over the ranks after the backward pass."""
+        """Return whether the gradients of replicated operands are summed over the ranks after backward."""
         return False
 
     def call_inplace_function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -130,7 +130,7 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: TorchFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Raise an error for calls that bypass ``__torch_function__``: those from autograd and C++ code."""
+        """Raise an error for calls from autograd and C++ code, which bypass ``__torch_function__``."""
         cls.raise_unsupported(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
@@ -153,12 +153,12 @@ class ShardedTensor(Tensor):
 
 
 def to_full_tensors(tree: Any) -> Any:
-    """Replace every ``ShardedTensor`` in a nested value by the full tensor that it represents."""
+    """Replace every ``ShardedTensor`` in a nested value by its full tensor."""
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), tree)
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Gather the full tensors, and call a torch function on them."""
+    """All-gather the full tensors, and call a torch function with them."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace_call(func, kwargs)):
         return first.call_inplace_function(func, args, kwargs)
@@ -174,7 +174,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 
 
 def is_inplace_call(func: TorchFunction, kwargs: Kwargs) -> bool:
-    """Return whether a torch function writes into its first argument, such as ``add_`` or ``x[i] = y``."""
+    """Return whether a torch call modifies its first argument, such as ``x.add_(1)`` or ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
@@ -182,13 +182,13 @@ def is_inplace_call(func: TorchFunction, kwargs: Kwargs) -> bool:
 
 
 def call_on_wrapper_without_gathering(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Read a tensor attribute, such as the full shape or the dtype, without gathering the shards."""
+    """Read tensor metadata, such as the shape or the dtype, without an all-gather."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def make_full_shape_placeholder(sharded_tensor: ShardedTensor) -> Tensor:
-    """Return a placeholder with the full shape, dtype and device of ``sharded_tensor`` that needs almost no memory."""
+    """Create an expanded scalar with the shape, dtype and device of the full tensor, to save memory."""
     return sharded_tensor.local.new_empty((), dtype=sharded_tensor.full_dtype).expand(sharded_tensor.full_shape)
 
 
@@ -202,7 +202,7 @@ def _call_factory_on_placeholder(func: TorchFunction, args: Args, kwargs: Kwargs
 
 
 def apply_elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an element-wise torch function to the local shards if possible, and to the full tensors otherwise."""
+    """Apply an element-wise torch function to the local shards if possible, otherwise to the full tensors."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace_call(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
@@ -217,7 +217,7 @@ def apply_elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _get_local_operand(operand: Any, sharded_tensor: ShardedTensor) -> Any:
-    """Return this rank's slice of an operand, or NotImplemented if the operation needs the full tensors."""
+    """Return this rank's slice of an operand, or NotImplemented if the call needs the full tensors."""
     if not isinstance(operand, Tensor):
         known = operand is None or isinstance(operand, Number | str | torch.dtype | torch.device | torch.memory_format)
         return operand if known else NotImplemented
@@ -240,7 +240,7 @@ def _get_local_operand(operand: Any, sharded_tensor: ShardedTensor) -> Any:
 
 
 def apply_view_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a view function such as ``transpose`` to the local shard if possible, and otherwise to the full tensor."""
+    """Apply a view function such as ``transpose`` to the local shard if possible, otherwise to the full tensor."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return call_on_full_tensors(func, args, kwargs)
@@ -266,7 +266,7 @@ def apply_view_function(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def apply_to_local_shard_and_rewrap(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply ``clone`` or ``contiguous`` to the local shard."""
+    """Apply ``clone`` or a similar function to the local shard, and wrap the result like the input."""
     before = args[0].get_stored_shard()
     local = func(before, *args[1:], **kwargs)
     return args[0] if local is before else args[0].with_local_shard(local)
@@ -281,7 +281,7 @@ def call_on_local_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def convert_reshape_args_to_local(
     full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
 ) -> Placed:
-    """Convert the arguments of ``view`` or ``reshape`` for the local shard, or return None if this is impossible."""
+    """Convert the arguments of ``view`` or ``reshape`` for the local shard, or return None if impossible."""
     sizes = _unpack_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -322,7 +322,7 @@ def convert_unflatten_args_to_local(
 def convert_squeeze_args_to_local(
     full_shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int
 ) -> Placed:
-    """Convert the arguments of ``squeeze``, so that a sharded dimension of local length 1 is kept."""
+    """Convert the arguments of ``squeeze`` so that it keeps a sharded dimension of local length 1."""
     named = args[0] if args else kwargs.get("dim", range(len(full_shape)))
     dims = {dim % len(full_shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if full_shape[dim] == 1))
@@ -353,7 +353,7 @@ def convert_permute_args_to_local(
 
 
 def _make_dim_args_converter(arg_position: int, default_dim: int, drop_dim: bool = False) -> Callable[..., Placed]:
-    """Create a function that converts the arguments of ``select`` and similar functions for the local shard."""
+    """Create a function that converts the arguments of ``select``, ``narrow`` or ``split`` for the local shard."""
 
     def convert_dim_args(shape: Sequence[int], sharded_dim: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_positional_or_keyword_arg(args, kwargs, arg_position, "dim", default_dim)
@@ -459,7 +459,7 @@ _SHARED: Mapping[Rule, str] = {
 
 
 def iter_torch_functions(space_separated_names: str) -> Iterator[Any]:
-    """Yield the functions that have these names in torch.Tensor, torch and torch.nn.functional."""
+    """Yield the functions with these names in torch.Tensor, torch and torch.nn.functional."""
     for name in space_separated_names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
@@ -470,7 +470,7 @@ def iter_torch_functions(space_separated_names: str) -> Iterator[Any]:
 
 
 def map_torch_functions_to_rules(function_names_by_rule: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Return a dict that maps torch functions to the rules for applying them to shards."""
+    """Map each torch function to the rule for applying it to shards."""
     return {
         function: rule
         for rule, text in {**_SHARED, **function_names_by_rule}.items()

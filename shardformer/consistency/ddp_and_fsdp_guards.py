@@ -1,4 +1,4 @@
-"""Guards that raise an error if a sharded model is wrapped in DDP, DataParallel or FSDP.
+"""Guards that raise an error when a sharded model is wrapped in DDP, DataParallel or FSDP.
 
 Another check detects parameters that were added to the model after it was sharded.
 """
@@ -23,7 +23,7 @@ from shardformer.torch_patches import LibraryPatch, install_patch, replace_attri
 
 @dataclass(frozen=True)
 class DDPGuard:
-    """A guard that raises ConfigError when a sharded model is wrapped in DistributedDataParallel.
+    """Guard that raises ConfigError when a sharded model is wrapped in DistributedDataParallel.
 
     The guard is a module attribute that DDP reads to get the names of parameters to ignore, before it broadcasts the
     parameters of rank 0.
@@ -36,7 +36,7 @@ class DDPGuard:
 
 
 class FSDPGuard(dict[str, Any]):
-    """A guard that raises ConfigError when a sharded model is passed to FSDP, ``fully_shard`` or ``replicate``."""
+    """Guard that raises ConfigError when a sharded model is passed to FSDP, ``fully_shard`` or ``replicate``."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class FSDPGuard(dict[str, Any]):
 
 
 def forbid_data_parallel_wrappers(model: nn.Module, context: ParallelContext) -> None:
-    """Install guards that raise ConfigError when the sharded model is wrapped in DDP, DataParallel or FSDP."""
+    """Make DDP, DataParallel and FSDP raise ConfigError for this sharded model."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
     model.__dict__["_replicate_for_data_parallel"] = partial(_raise_data_parallel_wrapper_error, context)
     for module in model.modules():
@@ -102,7 +102,7 @@ def check_not_in_ddp(model: nn.Module, context: ParallelContext) -> None:
 
 
 def check_no_parameters_added_after_sharding(model: nn.Module, metadata: ShardingMetadata) -> None:
-    """Raise ConfigError if parameters were added to the model after it was sharded."""
+    """Raise ConfigError if the model has parameters that were added after sharding."""
     known = metadata.get_entries_by_param_id()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
@@ -116,5 +116,5 @@ def check_no_parameters_added_after_sharding(model: nn.Module, metadata: Shardin
 def _make_forbidden_wrapper_error(wrapper_name: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"The model is sharded over {context} and cannot be wrapped in {wrapper_name}.",
-        remedy="Remove the wrapper. For data parallelism, use shard_model(model, data=...).",
+        remedy="Remove the wrapper. For data parallelism, use launch_from_torch(data=...).",
     )

@@ -1,4 +1,4 @@
-"""Makes sure that all ranks start training with the same model, weights and random state."""
+"""Ensure that all ranks start training with the same model, weights and random state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardformer.torch_compat import has_meta_tensors
 
 
 def compute_model_fingerprint(model: nn.Module) -> list[str]:
-    """Describe the modules, config and parameters of a model as text, to check that all ranks built the same model."""
+    """Describe the modules, config and parameters of a model as text, so that ranks can compare them."""
     return (
         [type(model).__name__]
         + [
@@ -56,7 +56,6 @@ def compute_model_fingerprint(model: nn.Module) -> list[str]:
 
 
 def _format_module_class_and_attributes(module: nn.Module) -> str:
-    """Return the class name of a module and its numeric, string and function attributes as text."""
     attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
         for name, value in vars(module).items()
@@ -66,14 +65,14 @@ def _format_module_class_and_attributes(module: nn.Module) -> str:
 
 
 def _iter_plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each config field that is a number, string or list, except ``name_or_path``."""
+    """Yield the name and value of config fields that are numbers, strings or lists, except ``name_or_path``."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
             yield name, value
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Copy weights and buffers from the first rank of each mesh axis to the other ranks if they differ.
+    """Broadcast weights and buffers from the first rank of each mesh axis if they differ between ranks.
 
     Parameters that are not yet materialized get the random state of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
@@ -99,7 +98,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
 
 
 def is_different_across_ranks(local_value: Any, axis: Axis) -> bool:
-    """All-gather a value over an axis, and return whether it differs between ranks."""
+    """All-gather a value, and return whether it differs between the ranks of an axis."""
     every = all_gather_objects(local_value, axis)
     return any(other != every[0] for other in every)
 
@@ -111,7 +110,7 @@ def broadcast_random_state(
     extra_numbers_to_gather: Sequence[int] = (),
     on_extra_numbers_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Copy the random state of torch, NumPy and Python from the first rank of an axis to its other ranks.
+    """Broadcast the random state of torch, NumPy and Python from the first rank of an axis if ranks differ.
 
     Outside the sharded blocks, these ranks must draw the same random numbers, even if a script seeds each rank
     differently. All ranks must call this at the same time, even without having drawn random numbers, because another
@@ -166,7 +165,7 @@ def check_ranks_read_same_weight_files(model: nn.Module, context: ParallelContex
     if len(others) > 1:
         difference += f". Rank {', '.join(map(str, others[1:]))} differs too"
     raise ConfigError(
-        f"The ranks read different weights: {difference}.",
+        f"The ranks read different weight files: {difference}.",
         remedy=f"On rank {rank}, pass the folder that rank {first} reads, or a copy of it.",
     )
 

@@ -1,4 +1,4 @@
-"""Detects ranks whose weights, batches or optimizers have diverged, without additional collective calls.
+"""Detect ranks whose weights, batches or optimizers have diverged, without additional collectives.
 
 The compared numbers are appended to messages that training sends anyway.
 
@@ -71,7 +71,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class RankDivergenceErrorText:
-    """Error texts for a value that must be identical on several ranks."""
+    """Error text for a value that should be identical on several ranks but is not."""
 
     value_name: str
     rule: str
@@ -115,7 +115,7 @@ KIND_SHIFT = 40  # the bits above encode the class of the optimizer, and the bit
 
 @dataclass(eq=False)
 class RankConsistencyMonitor:
-    """Checks in every step that ranks agree on the training mode, batch, optimizer options and replicated weights."""
+    """Monitor that compares the training mode, batch, optimizer options and replicated weights of ranks."""
 
     state: ShardingMetadata
     training: bool = True
@@ -137,7 +137,7 @@ class RankConsistencyMonitor:
         return RankConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
     def record_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Count an optimizer step, and record the optimizer's numeric options such as the learning rate."""
+        """Count an optimizer step, and record numeric options such as the learning rate."""
         self.steps += 1
         self._has_stepped = True
         self._optimizers.add(optimizer)
@@ -147,7 +147,7 @@ class RankConsistencyMonitor:
     # --- ranks that process the same batch
 
     def encode_training_state_as_ints(self, axis: Axis, forward_inputs: Collection[Any] = ()) -> list[int]:
-        """Encode the training mode, batch, optimizer and weights as integers, to compare them between ranks."""
+        """Encode the training mode, batch, optimizer and weights as integers that ranks can compare."""
         options = _hash_to_62_bits(hash(self.options[1:]))
         projection = (
             self._compute_weight_projection_and_norm(axis) if self.training else (0.0, 0.0)
@@ -161,7 +161,7 @@ class RankConsistencyMonitor:
         ]
 
     def count_batches_with_optimizer_step(self, is_stage_frozen: bool) -> int:
-        """Return how many batches were followed by an optimizer step on this pipeline stage.
+        """Return the number of batches after which this pipeline stage made an optimizer step.
 
         Call this once before each batch. Returns 0 for a stage without trainable parameters. When such a stage trains
         again, its count continues from ``rounds_of_stages``, the count of the other stages.
@@ -174,9 +174,10 @@ class RankConsistencyMonitor:
         return self.rounds
 
     def hash_optimizer_options(self) -> int:
-        """Return a hash of the optimizer's class and options, or 0 if there are several optimizers or parameter groups.
+        """Hash the class and options of the optimizer.
 
-        Stages have different parameters, so their optimizers and groups may differ.
+        Returns 0 if there are several optimizers or parameter groups. Stages have different parameters, so their
+        optimizers and groups may differ.
         """
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
@@ -188,7 +189,7 @@ class RankConsistencyMonitor:
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_forward_inputs(self, inputs: Collection[Any]) -> int:
-        """Return a hash of the input tensors. On a GPU, hash shapes and the last batch's values, to avoid a sync."""
+        """Hash the input tensors. On a GPU, hash shapes and the previous batch's values, to avoid a synchronization."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [compute_tensor_hash(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._to_list_without_sync("batch", torch.stack(on_gpu).sum()) if on_gpu else None
@@ -199,7 +200,7 @@ class RankConsistencyMonitor:
     def check_gathered_states_match(
         self, states_by_rank: Sequence[Sequence[int]], axis: Axis, forward_inputs: Collection[Any] = ()
     ) -> None:
-        """Raise InputError on every rank if the gathered values differ between ranks."""
+        """Raise InputError on every rank if the gathered training states differ."""
         weights = len(ORDER) - 1
         projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in states_by_rank]
         if any(
@@ -211,13 +212,13 @@ class RankConsistencyMonitor:
     # --- data ranks
 
     def compute_state_hash_bits(self, axis: Axis) -> list[float]:
-        """Return a hash of the training state whose bits are 1 or -1, so that an all-reduce can compare it."""
+        """Hash the training state to a list of 1.0 and -1.0, so that an all-reduce can compare ranks."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_replicated_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
     def check_all_reduced_hash_signs(self, reduced_signs: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank if the hashed states of data-parallel ranks differ.
+        """Raise InputError on every rank if the training states of data parallel ranks differ.
 
         On a GPU, this checks the sums of the previous step to avoid a synchronization.
         """
@@ -230,7 +231,6 @@ class RankConsistencyMonitor:
     # --- weights
 
     def _hash_replicated_weights(self, axis: Axis) -> int:
-        """Return a hash of the replicated weights that are compared in this step."""
         numbered = enumerate(self._get_weights_to_compare(axis), 1)
         found = self._sum_tensors_without_gpu_sync(
             f"weights {axis.name}", [compute_tensor_hash(x) * number for number, x in numbered]
@@ -238,7 +238,6 @@ class RankConsistencyMonitor:
         return 0 if found is None else _hash_to_62_bits(int(found))
 
     def _compute_weight_projection_and_norm(self, axis: Axis) -> tuple[float, float]:
-        """Return a random projection and the norm of the replicated weights that are compared in this step."""
         slices = self._get_weights_to_compare(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
             sums = [_compute_projection_and_squared_norm(x, number) for number, x in enumerate(slices)]
@@ -246,14 +245,14 @@ class RankConsistencyMonitor:
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
-        """Return whether the random projections of the weights are equal on all ranks, up to rounding errors."""
+        """Return whether the weight projections of all ranks agree up to rounding errors."""
         (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
     def _get_weights_to_compare(self, axis: Axis) -> list[Tensor]:
-        """Return the replicated weights that this step compares over an axis, as flat slices."""
+        """Return flat slices of the replicated weights that this step compares over an axis."""
         part = self._get_current_weight_slices(axis)
         if part is None or not all(has_real_data(entry.param) for entry, _ in part):
             return []
@@ -276,14 +275,14 @@ class RankConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _iter_overlapping_axis_names(self, axis: Axis) -> Iterator[str]:
-        """Yield the name of each mesh axis that contains this rank and at least one other rank of ``axis``."""
+        """Yield the names of mesh axes that contain this rank and another rank of ``axis``."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
     def _to_list_without_sync(self, cache_key: str, tensor: Tensor) -> Any:
-        """Return the values of ``tensor``; on a GPU, return those of the previous call to avoid a sync."""
+        """Return a tensor's values. On a GPU, return those of the previous call, to avoid a synchronization."""
         if not has_real_data(tensor):
             return None
         if not tensor.is_cuda:
@@ -333,7 +332,6 @@ class RankConsistencyMonitor:
 
 
 def _format_diverging_value(value: Any) -> str:
-    """Format a value that differs between ranks for an error message."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
         return f"{names}{' and others' if len(value) > 3 else ''}"
@@ -343,14 +341,14 @@ def _format_diverging_value(value: Any) -> str:
 
 
 def _hash_to_62_bits(value: Any) -> int:
-    """Return a non-negative hash below 2**62 that, unlike Python's ``hash``, is the same in every process."""
+    """Hash a value to a non-negative integer below 2**62 that is the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def _compute_projection_and_squared_norm(vector: Tensor, sign_shift: int) -> Tensor:
-    """Return a random projection of a vector, which is its sum with random signs, and its squared norm."""
+    """Compute the sum of a vector with random signs (a random projection), and its squared norm."""
     wide, signs = vector.double(), _get_random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
@@ -372,7 +370,6 @@ def _get_random_signs(device: torch.device) -> Tensor:
 
 
 def _get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the numeric options of an optimizer's parameter group, such as the learning rate."""
     found = []
     for name, value in param_group.items():
         values = value if isinstance(value, tuple | list) and name != "params" else (value,)
@@ -382,7 +379,7 @@ def _get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _split_weights_into_per_step_slices(param_entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
-    """Split the replicated weights into up to 100 groups of similar size; each training step compares one group."""
+    """Split the replicated weights into up to 100 groups, of which each training step compares one."""
     total = sum(e.param.numel() * e.param.element_size() for e in param_entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []
@@ -419,7 +416,7 @@ MONITOR_PATCHES: Mapping[LibraryPatch, Apply] = {
 
 
 def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingMetadata]:
-    """Return the sharding metadata of each model that an optimizer trains, in the same order on all ranks."""
+    """Return the sharding metadata of an optimizer's models, in the same order on all ranks."""
     if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # a ZeRO optimizer, which has slices instead of parameters
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -433,7 +430,7 @@ def get_metadata_of_trained_models(optimizer: Optimizer) -> Collection[ShardingM
 def sync_random_state_and_check_ranks_agree(
     metadata: ShardingMetadata, forward_inputs: Collection[Any], has_drawn_random_numbers: bool = False
 ) -> bool:
-    """Synchronize the random state of ranks with the same batch, and check that these ranks agree.
+    """Synchronize the random states of the ranks with the same batch, and check that these ranks agree.
 
     Raises InputError if they have diverged. See ``broadcast_random_state``.
     """
@@ -465,7 +462,7 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 
 
 def check_gradients_before_step(optimizer: Optimizer) -> None:
-    """Reduce gradients from ``no_sync`` before an optimizer step, and check that all ranks agree.
+    """Reduce gradients that ``no_sync`` has accumulated, and check that all ranks agree, before an optimizer step.
 
     Raises ConfigError on all ranks if they do not agree. Communicates the gradients of backward passes in ``no_sync``,
     or a checksum of each gradient if no gradients were reduced since the last step.
@@ -495,7 +492,7 @@ def _get_gradient_reducers(metadata: ShardingMetadata) -> list[GradientReducer]:
 
 
 def _check_ranks_have_same_gradients(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
-    """Raise ConfigError if a replicated parameter has different gradients on some ranks. All ranks must call this."""
+    """Raise ConfigError if the gradients of a replicated parameter differ between ranks. All ranks must call this."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     over: dict[tuple[int, ...], list[GradientSlot]] = {}
     for reducer in (each for each in reducers if not each.is_paused):

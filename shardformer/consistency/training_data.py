@@ -1,4 +1,4 @@
-"""Checks that all ranks read the same training data.
+"""Check that all ranks read the same training data.
 
 The engine shards every batch over the data ranks. This requires that all ranks read the full data in the same order.
 If a script has already sharded the data by rank, or if the order differs between processes (a set of strings,
@@ -36,7 +36,7 @@ def check_ranks_have_same_training_data(
     get_sample: Callable[[int], Any] | None,
     context: ParallelContext,
 ) -> None:
-    """Raise ConfigError on all ranks if two ranks have different training data.
+    """Raise ConfigError on all ranks if their training data differs.
 
     ``data_settings`` must be equal on all ranks. ``get_sample`` returns one of ``num_samples`` samples by its index,
     and is None for a stream. Communicates three all-gathers: the settings, a hash, and two numbers for each compared
@@ -69,7 +69,7 @@ def check_ranks_have_same_training_data(
     if differing:
         other, kind = differing[0], data_settings["type"]
         raise ConfigError(
-            f"Ranks {first_rank} and {other} read different samples at the same index of the training data (a {kind}).",
+            f"Ranks {first_rank} and {other} read different samples at the same index of the training data, a {kind}.",
             remedy=f"Pass the full data in the same order on all ranks. {SAME_DATA_HINT}",
         )
 
@@ -77,7 +77,7 @@ def check_ranks_have_same_training_data(
 def _fingerprint_samples(
     num_samples: int, get_sample: Callable[[int], Any]
 ) -> tuple[list[int], list[tuple[float, float]]]:
-    """Compute a hash and a random projection of randomly chosen samples, the same ones on every rank.
+    """Compute a hash and a random projection of random samples, whose indices are the same on all ranks.
 
     Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
@@ -98,7 +98,7 @@ def _fingerprint_samples(
 
 
 def compute_sample_projection_and_norm(sample: Any) -> tuple[float, float]:
-    """Return the projection of a sample's floats onto a fixed random vector, and the norm of the floats."""
+    """Compute the projection of a sample's floats onto a fixed random vector, and the norm of the floats."""
     decimals = list(_iter_float_tensors(sample))
     if not decimals:
         return 0.0, 0.0
@@ -108,7 +108,7 @@ def compute_sample_projection_and_norm(sample: Any) -> tuple[float, float]:
 
 
 def _iter_leaves(nested_sample: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
+    """Yield the leaves of nested dicts, lists and tuples. A list of integers counts as one leaf."""
     if isinstance(nested_sample, Mapping) or (
         isinstance(nested_sample, (list, tuple)) and not _is_plain_python_value(nested_sample)
     ):
@@ -133,7 +133,7 @@ def _iter_float_tensors(sample: Any) -> Iterator[Tensor]:
 
 
 def hash_samples(*samples: Any) -> int:
-    """Return one hash of the integers and strings in one or more samples.
+    """Hash the integers and strings of one or more samples.
 
     Without integers and strings, hash all numbers. Floating-point numbers are often augmented at random.
     """
@@ -166,7 +166,7 @@ def _is_plain_python_value(leaf: Any) -> bool:
 
 
 def get_first_and_last_samples(batch: Any) -> list[Any]:
-    """Return the first and the last sample of each tensor or array in a batch, and other values unchanged."""
+    """Return the first and last sample of each tensor in a batch. Other values are unchanged."""
     if isinstance(batch, Mapping):
         return [end for key in sorted(batch, key=str) for end in get_first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):

@@ -121,7 +121,7 @@ def context_parallel_attention(
 
 @dataclass(frozen=True)
 class AttentionExchangePlan:
-    """Describes what the ranks exchange in one call of an attention module."""
+    """Plan for the all-to-all of heads and the ring exchange of keys and values in one attention call."""
 
     exchange: RingKVExchange
     query_exchange: UlyssesHeadExchange
@@ -139,13 +139,13 @@ def make_attention_plan(
     score_options: AttentionScoreOptions,
     is_causal: bool | None,
 ) -> AttentionExchangePlan:
-    """Plan which heads and keys the ranks exchange in one attention call. Communicates nothing."""
+    """Plan which attention heads, keys and values the ranks send each other. Communicates nothing."""
     positions = _find_query_layout(state, query, chunked_mask)
     if positions is None:
         length = query.shape[2]
         raise InputError(
-            f"The compiled {type(module).__name__} received queries for {length} positions, but the sequence shard "
-            "of this rank has a different length.",
+            f"The compiled {type(module).__name__} received queries for {length} positions, but this rank's shard of "
+            "the sequence has another length.",
             remedy="Set compile=False, or set sequence=1 to disable context parallelism.",
         )
     if chunked_mask is None:
@@ -174,7 +174,7 @@ def _compute_compiled_attention(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Compute attention in a compiled layer with a single custom operator. See ``graph_attention``."""
+    """Run attention in a compiled layer as a single custom operator. See ``graph_attention``."""
     unknown = [name for name, x in kwargs.items() if name not in KNOWN_ARGUMENTS and isinstance(x, Tensor)]
     if unknown or kwargs.get("output_attentions"):
         unsupported = ", ".join(unknown) or "output_attentions=True"
@@ -203,13 +203,14 @@ class PerDistancePositionBias:
         if name.startswith("_"):
             raise AttributeError(name)
         raise ConfigError(
-            f"The model reads .{name} of its attention bias, but context parallelism does not create this tensor.",
+            f"The model accesses .{name} of its position bias, but context parallelism never creates the full bias "
+            "tensor.",
             remedy="Set sequence=1 to disable context parallelism for this model.",
         )
 
 
 def patch_relative_position_bias(module: nn.Module, state: ContextParallelState) -> None:
-    """Make a T5 attention compute its position bias per distance instead of per pair of positions."""
+    """Patch a T5 attention module to store its position bias per distance, which needs less memory."""
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
@@ -217,7 +218,6 @@ def patch_relative_position_bias(module: nn.Module, state: ContextParallelState)
 
 
 def has_patched_position_bias(module: nn.Module) -> bool:
-    """Return whether ``patch_relative_position_bias`` has modified ``module``."""
     return "compute_bias" in module.__dict__
 
 
@@ -239,7 +239,6 @@ def _compute_position_bias_per_distance(
 def _make_query_and_key_head_exchanges(
     state: ContextParallelState, num_query_heads: int, num_key_heads: int, chunked_mask: ChunkedAttentionMask
 ) -> tuple[UlyssesHeadExchange, UlyssesHeadExchange]:
-    """Return how the ranks of a Ulysses group exchange query heads, and how they exchange key heads."""
     axis, ring_rank = state.group, state.ring.rank
     if num_query_heads < axis.size:
         ring_size = state.axis.size // num_query_heads
@@ -259,7 +258,7 @@ def _make_query_and_key_head_exchanges(
 
 
 def _find_query_layout(state: ContextParallelState, query: Tensor, attention_mask: Mask) -> SequenceLayout | None:
-    """Return which sequence positions the queries have on each rank, or None if the queries are not sharded."""
+    """Find the sequence layout of the queries, or None if they are not sharded over the sequence."""
     count = query.shape[2]
     if isinstance(attention_mask, ChunkedAttentionMask):
         return attention_mask.queries if count == state.get_local_length(attention_mask.queries.length) else None
@@ -282,8 +281,8 @@ def _make_default_chunked_mask(
     if keys is None:
         length = key.shape[2]
         raise ConfigError(
-            f"{type(module).__name__} received {length} keys on sequence rank {state.axis.rank}, but no sequence "
-            "shard of this rank has this length.",
+            f"{type(module).__name__} received keys for {length} positions on sequence rank {state.axis.rank}, "
+            "which does not match the length of any sequence shard on this rank.",
             remedy="Set sequence=1 to disable context parallelism for this model.",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -292,7 +291,7 @@ def _make_default_chunked_mask(
 
 
 def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dim of all tensors with zeros to the same width. The zeros do not change the attention scores."""
+    """Zero-pad the head dimension of all tensors to the same size. Attention scores stay the same."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
@@ -330,7 +329,7 @@ def context_parallel_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a model's attention mask as a ``ChunkedAttentionMask``, or torch's mask if the sequence is not sharded."""
+    """Create a mask for context parallelism: a ``ChunkedAttentionMask``, or torch's mask for an unsharded sequence."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function
@@ -384,20 +383,20 @@ def unwrap_object_from_tensor(tensor: Tensor, expected_type: type) -> Any:
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, expected_type):
         raise InputError(
-            "With context parallelism, a compiled layer must not change its attention mask, but its attention module "
-            f"received a tensor of shape {tuple(tensor.shape)}.",
+            "With context parallelism, a compiled layer must pass its attention mask on unchanged, but its attention "
+            f"module received another tensor, of shape {tuple(tensor.shape)}.",
             remedy="Set compile=False, or set sequence=1 to disable context parallelism.",
         )
     return value
 
 
 def wrap_mask_in_tensor(attention_mask: Any) -> Any:
-    """Wrap a context-parallel attention mask in a tensor, and return any other value unchanged."""
+    """Wrap a ``ChunkedAttentionMask`` in a tensor that a compiled graph can pass on. Other values are unchanged."""
     return wrap_object_in_tensor(attention_mask) if isinstance(attention_mask, ChunkedAttentionMask) else attention_mask
 
 
 def add_tensor_wrappers_to_attention(layer_module: nn.Module) -> None:
-    """Store each attention module of a layer in a tensor, which a compiled graph can pass to an operator."""
+    """Store each attention module of a layer in a tensor, so that a compiled graph can pass it to an operator."""
     for module in layer_module.modules():
         if RUN in module.__dict__:
             module.__dict__[SITE] = wrap_object_in_tensor(module)

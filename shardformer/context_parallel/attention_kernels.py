@@ -31,14 +31,14 @@ HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Attention dropout with the same mask under every parallel layout. It hashes a seed and the positions."""
+    """Attention dropout whose mask is the same for every parallel layout: a hash of a seed and the positions."""
 
     rate: float
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
     def compute_dropout_factors(self, batch_size: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the dropout factor of each attention weight, 0 or 1 / (1 - rate), as (B, N, Q, S)."""
+        """Compute the factor of each attention weight, 0 or 1 / (1 - rate), with shape (B, N, Q, S)."""
         device = query_positions.device
         x = _hash_integers(torch.arange(batch_size, device=device)[:, None] + self.seed % 2**31)
         x = _hash_integers(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
@@ -55,22 +55,22 @@ def _hash_integers(integers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """Bias of the attention scores that depends only on the distance between the key and the query."""
+    """Bias of the attention scores that depends only on the distance between query and key."""
 
     distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
     def compute_position_bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the bias of each pair of query and key positions, as (N, Q, S)."""
+        """Compute the bias for all pairs of query and key positions, with shape (N, Q, S)."""
         return self.distance_bias[:, self.compute_distance_indices(query_positions, key_positions)]
 
     def compute_distance_indices(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the index into ``distance_bias`` for each pair of query and key positions, as (Q, S)."""
+        """Compute the index into ``distance_bias`` for each pair of query and key, with shape (Q, S)."""
         return key_positions[None, :] - query_positions[:, None] + self.distance_bias.shape[1] // 2
 
 
 @dataclass(frozen=True)
 class AttentionScoreOptions:
-    """Scale, soft cap, bias and dropout that an attention kernel applies to its scores and weights."""
+    """Scale, soft cap, position bias and dropout of an attention kernel."""
 
     scale: float
     softcap: float | None = None  # c in c tanh(score / c)
@@ -79,7 +79,7 @@ class AttentionScoreOptions:
 
     @property
     def can_use_fused_kernels(self) -> bool:
-        """Whether fused attention kernels support these options in the forward and the backward pass."""
+        """Whether fused attention kernels support these options, in forward and backward."""
         return self.softcap is None and self.dropout is None and self.bias is None
 
 
@@ -88,7 +88,7 @@ class BlockAttentionMask:
     """Attention mask between a block of queries and a block of keys."""
 
     is_causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
-    mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``causal``
+    mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``is_causal``
     query_positions: Tensor  # positions of the queries
     key_positions: Tensor  # positions of the keys
 
@@ -96,7 +96,7 @@ class BlockAttentionMask:
 def partial_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockAttentionMask, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to a subset of the keys, and return the output and the log-sum-exp of the scores.
+    """Compute attention to a subset of the keys. Returns the output and the log-sum-exp of the scores.
 
     q is (B, N, Q, D), k and v are (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64
     for fp64 inputs. A query that attends to none of these keys has a very low lse and an undefined out.
@@ -127,7 +127,7 @@ def partial_attention_backward(
     block_mask: BlockAttentionMask,
     score_options: AttentionScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the bias of ``partial_attention_with_lse``.
+    """Compute the gradients of q, k, v and the bias of ``partial_attention_with_lse``.
 
     ``out`` and ``lse`` are the output and the log-sum-exp of the attention to all keys.
     """
@@ -151,7 +151,7 @@ def partial_attention_backward(
 
 
 def get_masked_score(dtype: torch.dtype) -> float:
-    """Return the large negative number that is used as the attention score of a masked key.
+    """Return the large negative attention score of masked keys.
 
     It is not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf.
     """
@@ -169,7 +169,7 @@ def _make_additive_mask(block_mask: BlockAttentionMask, dtype: torch.dtype) -> T
 def _make_masked_bias(
     block_mask: BlockAttentionMask, position_bias: RelativePositionBias, dtype: torch.dtype
 ) -> Tensor:
-    """Return the position bias with a large negative value for masked keys, as (B or 1, N, Q, S)."""
+    """Combine the position bias and the mask into one additive tensor of shape (B or 1, N, Q, S)."""
     added = position_bias.compute_position_bias(block_mask.query_positions, block_mask.key_positions)[None].to(dtype)
     if block_mask.mask is not None:
         return added.masked_fill(~block_mask.mask, get_masked_score(dtype))
@@ -237,7 +237,7 @@ def _cuda_attention_backward(
 
 
 def _make_aligned_additive_mask(block_mask: BlockAttentionMask, q: Tensor) -> Tensor | None:
-    """Return the additive mask of all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
+    """Create an additive mask with rows aligned to 8 elements, as the CUDA kernel requires."""
     added = _make_additive_mask(block_mask, q.dtype)
     if added is None:
         return None
@@ -328,7 +328,6 @@ def _eager_attention_backward(
 def _compute_scores_and_softcap_grad(
     q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, score_options: AttentionScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention scores, and the derivative of the soft cap if there is one."""
     scores, slope = q @ k.transpose(2, 3) * score_options.scale, None
     if score_options.softcap is not None:
         tanh = (scores / score_options.softcap).tanh()
@@ -348,7 +347,6 @@ def _make_inverted_mask(block_mask: BlockAttentionMask, query_slice: slice) -> T
 
 
 def _repeat_kv_heads(kv: Tensor, q: Tensor) -> Tensor:
-    """Repeat the key or value heads so that there is one for each query head: (B, K, S, D) -> (B, N, S, D)."""
     groups = q.shape[1] // kv.shape[1]
     return kv.repeat_interleave(groups, 1) if groups > 1 else kv
 
@@ -360,7 +358,7 @@ def _iter_query_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def merge_partial_attention(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention to another subset of the keys into ``out`` and ``lse`` in place."""
+    """Merge the result for another subset of the keys into ``out`` and ``lse`` in place."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(block_out.to(out.dtype), (block_lse - total).exp_()[..., None])
     lse.copy_(total)

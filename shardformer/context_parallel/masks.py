@@ -1,4 +1,4 @@
-"""Attention masks for context parallelism, which are evaluated for one pair of sequence chunks at a time.
+"""Attention masks for context parallelism, evaluated for one pair of sequence chunks at a time.
 
 transformers describes a mask as a function of four indices (sample, head, query, key): causal, sliding window, packed
 documents, prefix. ``ChunkedAttentionMask`` evaluates the function at the positions of the full sequence, and classifies
@@ -39,7 +39,7 @@ MAX_CACHED_MASKS = 64
 
 
 class ChunkVisibility(Enum):
-    """Describes whether the queries of a chunk attend to all, some or none of another chunk's keys."""
+    """Visibility of a key chunk to a query chunk: nothing, all, some, or only earlier positions (causal)."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -48,7 +48,7 @@ class ChunkVisibility(Enum):
 
 
 class ChunkedAttentionMask:
-    """Attention mask of the full sequence that is evaluated chunk by chunk instead of stored as a tensor.
+    """Attention mask of the full sequence that is evaluated chunk by chunk to save memory.
 
     Args:
         predicate: the mask function, identical on all ranks and without communication, or None for no mask.
@@ -81,7 +81,7 @@ class ChunkedAttentionMask:
         return self.padding is not None or self.predicate not in (None, causal_mask_predicate)
 
     def compute_mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return whether each query attends to each key at these positions, as (B or 1, 1, Q, S)."""
+        """Evaluate the mask at these positions, as (B or 1, 1, Q, S). True means that a query attends to a key."""
         device = query_positions.device
         if self.predicate is None:
             visible = torch.ones(1, 1, len(query_positions), len(key_positions), dtype=torch.bool, device=device)
@@ -112,14 +112,14 @@ class ChunkedAttentionMask:
         return visible
 
     def make_full_mask(self, device: torch.device) -> Tensor | None:
-        """Return the mask of the full sequence as (B or 1, 1, Q, S), or None if every query attends to all keys."""
+        """Create the mask of the full sequence, with shape (B or 1, 1, Q, S). None means that nothing is masked."""
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.compute_mask(rows, cols)
 
     def get_chunk_visibility(self, query_chunk_index: int, key_chunk_index: int) -> ChunkVisibility:
-        """Return how much of a chunk of keys a chunk of queries attends to. The result is identical on all ranks."""
+        """Return which part of a key chunk the queries of a chunk attend to. Identical on all ranks."""
         key = query_chunk_index, key_chunk_index
         if key not in self._visibility:
             self._visibility[key] = self._compute_chunk_visibility(*key)
@@ -151,7 +151,7 @@ class ChunkedAttentionMask:
     def make_block_mask(
         self, query_chunk_indices: tuple[int, ...], key_chunk_indices: tuple[int, ...], device: torch.device
     ) -> BlockAttentionMask:
-        """Return the mask between several chunks of queries and several chunks of keys, for an attention kernel."""
+        """Create the mask between several query chunks and several key chunks for an attention kernel."""
         rows, cols = (
             get_chunk_positions(self.queries, query_chunk_indices),
             get_chunk_positions(self.keys, key_chunk_indices),
@@ -167,7 +167,7 @@ class ChunkedAttentionMask:
         return BlockAttentionMask(False, self.compute_mask(*positions), *positions)
 
     def is_causal(self, chunk_indices: tuple[int, ...]) -> bool:
-        """Return whether the mask between the queries and the keys of these chunks is causal."""
+        """Return whether the mask between the queries and keys of these chunks is causal."""
         expected = {
             (r, c): ChunkVisibility.CAUSAL if r == c else ChunkVisibility.ALL if c < r else ChunkVisibility.NOTHING
             for r in chunk_indices
@@ -178,7 +178,7 @@ class ChunkedAttentionMask:
         )
 
     def get_needed_key_chunks(self, ring_rank: int, key_chunk_indices: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the key chunks that at least one query of rank ``ring_rank`` attends to."""
+        """Return the key chunks to which at least one query of ring rank ``ring_rank`` attends."""
         queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
             c
@@ -187,7 +187,7 @@ class ChunkedAttentionMask:
         )
 
     def get_attending_query_chunks(self, ring_rank: int, key_chunk_indices: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which query chunks of rank ``ring_rank`` attend to at least one key in ``key_chunk_indices``."""
+        """Return the query chunks of ring rank ``ring_rank`` that attend to at least one of these key chunks."""
         queries = self.queries.get_chunk_indices_of_rank(ring_rank)
         return tuple(
             q
@@ -199,13 +199,14 @@ class ChunkedAttentionMask:
         if name.startswith("_"):
             raise AttributeError(name)
         raise ConfigError(
-            f"The model reads .{name} of its attention mask, but context parallelism does not create this tensor.",
+            f"The model accesses .{name} of its attention mask, but context parallelism never creates the full mask "
+            "tensor.",
             remedy="Set sequence=1 to disable context parallelism for this model.",
         )
 
 
 def causal_mask_predicate(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Return whether each query attends to each key under a causal mask, which hides later positions."""
+    """Mask function for causal attention: a query attends to its own and to earlier positions."""
     return kv_idx <= q_idx
 
 
@@ -221,7 +222,7 @@ def _vmap_mask_predicate(predicate: Predicate) -> Callable[..., Tensor]:
 
 
 class _ChunkVisibilityCache(threading.local):
-    """Caches which key chunks each query chunk attends to. Each thread has its own, because ranks may be threads."""
+    """Per-thread cache of ``ChunkVisibility`` by mask. Ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], ChunkVisibility]] = {}
@@ -238,7 +239,7 @@ def _get_cached_visibility(mask_fingerprint: Hashable) -> dict[tuple[int, int], 
 
 
 def compute_mask_fingerprint(mask_component: Any) -> Hashable | None:
-    """Return a hashable key that identifies a mask function, or None if it uses tensors or other objects."""
+    """Compute a hashable cache key for a mask function, or None if it depends on tensors or other objects."""
     if mask_component is None or isinstance(mask_component, int | float | str | CodeType):
         return (type(mask_component).__name__, mask_component)
     if isinstance(mask_component, tuple | list):

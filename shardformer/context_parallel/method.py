@@ -1,4 +1,4 @@
-"""Choose the method of context parallelism: ring attention, Ulysses, a combination of both, or gathered keys."""
+"""Choose the context parallel method: ring attention, Ulysses, both combined, or all-gathered keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RING, GROUP = "ring", "ulysses"
 
 @dataclass(frozen=True)
 class ContextParallelSizes:
-    """The sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
+    """Ring size and Ulysses group size of the sequence axis.
 
     Args:
         ring: number of ranks that exchange keys and values.
@@ -38,12 +38,12 @@ class ContextParallelSizes:
 
 
 def is_context_parallel_method_set(context: ParallelContext, method: str) -> bool:
-    """Return whether the config specifies a context-parallel attention method instead of ``"auto"``."""
+    """Return whether the user chose the context parallel method, instead of ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
 def choose_context_parallel_sizes(model: nn.Module, context: ParallelContext, method: str) -> ContextParallelSizes:
-    """Choose how many ranks form a ring and how many form a Ulysses group.
+    """Choose the ring size and the Ulysses group size of the sequence axis.
 
     ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
     within a host. Raises ConfigError if the method does not fit the sizes of the sequence axis.
@@ -53,8 +53,8 @@ def choose_context_parallel_sizes(model: nn.Module, context: ParallelContext, me
         sizes = ContextParallelSizes(view[RING], view[GROUP], method == "gather")
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={method!r} requires a single size for the sequence axis, but got the ring size "
-                f"and the Ulysses group size sequence=({sizes.ring}, {sizes.group}).",
+                f"context_parallel={method!r} requires a single number as the sequence size, but got a pair of a ring "
+                f"size and a Ulysses group size, sequence=({sizes.ring}, {sizes.group}).",
                 remedy=f"Set sequence={size}, or use context_parallel='auto'.",
             )
         return sizes
@@ -81,7 +81,7 @@ def _iter_candidate_sizes_with_costs(
 
 
 def _get_num_query_and_kv_heads(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads in the config, or (1, 1) if they differ between layers."""
+    """Read the numbers of query and KV heads from the config. Returns (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
@@ -92,7 +92,7 @@ def _get_num_query_and_kv_heads(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_ulysses_group_within_host(context: ParallelContext, ulysses_group_size: int) -> bool:
-    """Return whether a Ulysses group of this size stays within one host, as far as the hosts are known.
+    """Return whether no Ulysses group of this size spans several hosts, as far as the hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """

@@ -1,4 +1,4 @@
-"""Hooks that shard the sequence at the layers of a model, and gather it for modules that need all positions.
+"""Hooks that shard the sequence before the layers of a model, and gather it for modules that need all positions.
 
 inputs, embeddings, masks    replicated
 layers                       local positions of the hidden states and of all other arguments
@@ -47,7 +47,7 @@ from shardformer.transformers_compat import find_kv_caches, get_forward_arg_name
 
 
 class ContextParallelModelHook:
-    """Hooks that enable context parallelism before each forward pass of a model, and disable it afterwards.
+    """Hooks that turn on context parallelism during each forward pass of a model.
 
     Args:
         has_random_ops: whether the model draws random numbers in training.
@@ -73,7 +73,7 @@ class ContextParallelModelHook:
         return self._average_input_grads_in_backward(args, kwargs)
 
     def _average_input_grads_in_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All-reduce the gradients of the model inputs, because each rank computes them only for its own positions."""
+        """All-reduce the gradients of the model inputs, because each rank computes them for its own positions only."""
 
         def requires_grad_sync(leaf: Any) -> bool:
             return isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, SequenceShardedTensor)
@@ -94,7 +94,7 @@ class ContextParallelModelHook:
 
 
 class ShardLayerStackSequenceHook:
-    """Hooks that shard the sequence before a model's layers, and wrap their output in a sharded tensor.
+    """Hooks that shard the sequence before the first layer of a model and wrap the output in a sharded tensor.
 
     Args:
         stack_path: the path of the module list that contains the layers.
@@ -214,7 +214,7 @@ class ShardLayerStackSequenceHook:
 
 
 def register_local_positions_hooks(module: nn.Module) -> None:
-    """Make a module outside the layers process only this rank's positions of the sequence."""
+    """Make a module outside the layers, such as the LM head, process only this rank's positions."""
     sharded: list[SequenceShardedTensor] = []
 
     def unwrap_inputs_pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -241,7 +241,7 @@ def register_local_positions_hooks(module: nn.Module) -> None:
 
 
 class GatherFullSequenceHook:
-    """Hooks that gather the full sequence before a module that needs all positions, and shard its output again.
+    """Hooks that all-gather the sequence for a module that needs all positions, and shard its output again.
 
     Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward
     one all-gather of B*S*H, backward one all-to-all of it.

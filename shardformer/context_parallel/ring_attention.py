@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its own queries, and receives the keys and values of the other ranks.
+"""Ring attention: each rank keeps its queries, and receives the keys and values of the other ranks.
 
 In step t, rank r computes with the keys of rank r - t while it receives those of rank r - t - 1. A chunk of keys is
 sent directly to each rank whose queries attend to it. With zig-zag chunks and a causal mask, this is 3/4 of the traffic
@@ -38,7 +38,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingKVExchange:
-    """Settings for the exchange of keys and values between the ranks of a ring."""
+    """Settings for the exchange of keys and values in a ring of ranks."""
 
     axis: Axis
     mask: ChunkedAttentionMask
@@ -46,7 +46,7 @@ class RingKVExchange:
     all_gather_kv: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def get_needed_kv_chunks(self, requesting_rank: int, owner_rank: int) -> tuple[int, ...]:
-        """Return the indices of the sequence chunks that ``requesting_rank`` needs from the rank ``owner_rank``."""
+        """Return the chunks of keys and values that one rank needs from another."""
         chunks = self.mask.keys.get_chunk_indices_of_rank(owner_rank)
         return chunks if self.all_gather_kv else self.mask.get_needed_key_chunks(requesting_rank, chunks)
 
@@ -59,7 +59,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention from the queries of this rank to the keys and values of all ranks.
+    """Compute attention of this rank's queries to the keys and values of all ranks.
 
     q is (B, N, s, D), k and v are (B, K, s, D). Returns (B, N, s, D).
 
@@ -133,7 +133,7 @@ def ring_attention_forward(
 def ring_attention_backward(
     grad_output: Tensor, saved_tensors: Sequence[Any], is_fully_masked: Tensor | None, exchange: RingKVExchange
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute the backward pass of ring attention: the gradients of q, k, v, sinks and distance_bias.
+    """Compute the gradients of q, k, v, the sinks and the distance bias.
 
     Args:
         saved_tensors: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``ring_attention_forward``.
@@ -213,7 +213,7 @@ def _iter_kv_by_owner_rank(kv: Tensor, exchange: RingKVExchange) -> Iterator[tup
 def _start_ring_step(
     kv: Tensor, exchange: RingKVExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start one step of the ring: send keys and values to a later rank, and receive those of an earlier rank."""
+    """Start sending keys and values to a later rank of the ring, and receiving those of an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
@@ -232,7 +232,7 @@ def _start_send_recv(axis: Axis, dst: int, send_buffer: Tensor, src: int, recv_b
 
 
 class _KVGradExchange:
-    """Sends gradients of keys and values to the ranks that own them, and sums the received gradients."""
+    """Exchange that sends the gradients of keys and values back to their ranks and sums them there."""
 
     def __init__(self, kv_grad: Tensor, exchange: RingKVExchange) -> None:
         self._dkv, self._exchange, self._step = kv_grad, exchange, 0
@@ -240,7 +240,7 @@ class _KVGradExchange:
         self._gathered: dict[int, Tensor] = {}
 
     def send_to_owner(self, owner_rank: int, kv_grads: Tensor) -> None:
-        """Send gradients of keys and values to the rank that owns them. Call this in the order of the ring steps."""
+        """Send the gradients of keys and values to their rank. Call this in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.all_gather_kv and axis.size > 1:
@@ -286,7 +286,7 @@ class _KVGradExchange:
 def _iter_query_key_slices_and_masks(
     exchange: RingKVExchange, key_chunk_indices: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockAttentionMask]]:
-    """Yield the query slice, the key slice and the mask for each call of an attention kernel.
+    """Yield the arguments of each attention kernel call: a query slice, a key slice and a mask.
 
     One call suffices if all queries attend to the same keys.
     """
@@ -307,7 +307,6 @@ def _iter_query_key_slices_and_masks(
 def _get_slice_of_chunks(
     sequence_layout: SequenceLayout, stored_chunk_indices: tuple[int, ...], selected_chunk_indices: tuple[int, ...]
 ) -> slice:
-    """Return the slice of a tensor with the stored chunks that contains the selected chunks."""
     start = 0
     bounds = []
     for chunk in stored_chunk_indices:

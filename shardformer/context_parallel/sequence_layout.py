@@ -1,4 +1,4 @@
-"""Assignment of the positions of a sequence to the ranks of context parallelism.
+"""Layout of a sequence that context parallelism shards: which positions each rank stores.
 
 The sequence axis consists of a ring of P groups with U ranks each. The sequence is split evenly into 2P chunks. Ring
 rank i has chunks i and 2P-1-i (zig-zag), which balances the work of causal attention. The U ranks of its group split
@@ -32,7 +32,7 @@ from shardformer.torch_compat import tolist_or_ones
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Assigns the positions of a sequence to the ranks that share it in context parallelism.
+    """Sequence positions that each rank stores under context parallelism.
 
     >>> SequenceLayout(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
@@ -51,42 +51,41 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if self.length < (minimum := self.get_min_length(self.ring, self.group)):
             raise InputError(
-                f"A sequence of {self.length} positions is too short for context parallelism over {self.ring} x "
-                f"{self.group} ranks.",
+                f"A sequence of {self.length} positions is too short for context parallelism over "
+                f"{self.ring * self.group} ranks.",
                 remedy=f"Pass sequences of at least {minimum} positions, or use fewer ranks on the sequence axis.",
             )
 
     @staticmethod
     def get_min_length(ring_size: int, ulysses_group_size: int) -> int:
-        """Return the minimum length of a sequence that all ranks of the ring and of the Ulysses groups can share."""
+        """Return the minimum length of a sequence that can be sharded over these ranks."""
         return ring_size * max(2, ulysses_group_size) if ring_size > 1 else ulysses_group_size
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
-        """Start and end positions of all chunks of the sequence. Each ring rank has two chunks."""
+        """Start and end positions of the two chunks of each ring rank, in sequence order."""
         bounds = get_even_split_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
     def get_chunk_indices_of_rank(self, ring_rank: int) -> tuple[int, int]:
-        """Return the indices of the two chunks that the rank ``ring_rank`` of the ring stores."""
+        """Return the indices of the two chunks that a ring rank stores."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
     def get_ring_rank_of_chunk(self, chunk_index: int) -> int:
-        """Return the rank in the ring that stores the chunk with this index."""
         return min(chunk_index, 2 * self.ring - 1 - chunk_index)
 
     def get_lengths_in_ulysses_group(self, ring_rank: int) -> list[int]:
-        """Return the number of positions on each rank of the Ulysses group of ``ring_rank``."""
+        """Return the number of positions on each rank of a Ulysses group."""
         return [b - a for a, b in pairwise(self._get_ulysses_group_bounds(ring_rank))]
 
     @cached_property
     def split(self) -> Split:
-        """Positions that each rank of the sequence axis stores, as a ``Split``."""
+        """Positions of each rank on the sequence axis, as a ``Split``."""
         parts = tuple(self._get_local_slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
     def get_positions_of_rank(self, rank: int) -> Tensor:
-        """Return the sequence positions that a rank of the sequence axis stores, in ascending order."""
+        """Return the sequence positions that a rank stores, in ascending order."""
         return self.split.indices(rank)
 
     def _get_chunk_slices(self, ring_rank: int) -> list[Slice]:
@@ -114,7 +113,7 @@ def get_chunk_positions(sequence_layout: SequenceLayout, chunk_indices: tuple[in
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """Lists which indices of a tensor dimension each rank of a mesh axis stores."""
+    """Indices of a tensor dimension that each rank of a mesh axis stores."""
 
     axis: Axis
     parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
@@ -137,7 +136,7 @@ class IndexShards:
         return full_tensor.index_select(dim, self.local_indices.to(full_tensor.device))
 
     def repeat_for_samples(self, num_samples: int) -> IndexShards:
-        """Return the sharding of ``num_samples`` sequences that are concatenated along this dimension."""
+        """Return the index shards of several sequences that are concatenated along the sharded dimension."""
         if num_samples == 1:
             return self
         offsets = torch.arange(num_samples)[:, None] * self.full
@@ -146,7 +145,7 @@ class IndexShards:
         )
 
     def slice_rows(self, row_range: slice) -> tuple[IndexShards, Tensor]:
-        """Slice the sharded dimension; return the sharding of the slice and its rows on this rank."""
+        """Slice the sharded dimension. Returns the new index shards and the rows that this rank keeps."""
         start, stop, step = row_range.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -168,7 +167,7 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """The context parallel settings of a model and the state of its current forward pass."""
+    """Context parallel settings of a model, and the state of its current forward pass."""
 
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
@@ -185,13 +184,12 @@ class ContextParallelState:
     _module_indices: dict[int, int] = field(default_factory=dict)
 
     def get_sequence_layout(self, sequence_length: int) -> SequenceLayout:
-        """Return the positions of each rank in a sequence of this length. Raises InputError if it is too short."""
+        """Return the layout of a sequence of this length. Raises InputError if it is too short."""
         if sequence_length not in self.seen:
             self.seen[sequence_length] = SequenceLayout(sequence_length, self.ring.size, self.group.size)
         return self.seen[sequence_length]
 
     def get_index_shards(self, sequence_length: int) -> IndexShards:
-        """Return the ``IndexShards`` of a sequence of this length."""
         if sequence_length not in self._rows:
             self._rows[sequence_length] = IndexShards.from_sequence_layout(
                 self.get_sequence_layout(sequence_length), self.axis
@@ -199,11 +197,11 @@ class ContextParallelState:
         return self._rows[sequence_length]
 
     def get_local_length(self, sequence_length: int) -> int:
-        """Return how many positions of a sequence of this length this rank stores."""
+        """Return the number of positions that this rank stores of a sequence of this length."""
         return self.get_sequence_layout(sequence_length).split.get_local_length(self.axis.rank)
 
     def record_sequence_length(self, sequence_length: int) -> SequenceLayout:
-        """Record the length of a sequence in this forward pass, and return the positions of each rank."""
+        """Record a sequence length that occurs in this forward pass, and return its layout."""
         self.seen_in_forward[sequence_length] = positions = self.get_sequence_layout(sequence_length)
         return positions
 
@@ -225,7 +223,7 @@ class ContextParallelState:
     def find_sequence_dim(
         self, argument_path: Hashable, tensor: Tensor, sequence_lengths: Collection[int]
     ) -> int | None:
-        """Return which dimension of a layer argument is the sequence dimension, or None if there is none.
+        """Find the sequence dimension of a layer argument, or None if it has none.
 
         If the dim is not recorded yet, it is the only dim whose size is in ``sequence_lengths``.
         """
@@ -238,7 +236,7 @@ class ContextParallelState:
     def infer_sequence_dims(
         self, tensors_by_path: Mapping[Any, Tensor], sequence_lengths: Collection[int], num_samples: int
     ) -> None:
-        """Find and record which dimension of each layer argument is the sharded sequence dimension.
+        """Infer the sequence dimension of each layer argument from the shapes on all ranks.
 
         Its size is the local length of a sequence on every rank. All-gathers one integer for each new argument.
         """
@@ -259,25 +257,24 @@ class ContextParallelState:
             raise InputError(
                 f"Context parallelism cannot shard the layer argument {argument} of shape {tuple(tensor.shape)}, "
                 "because more than one of its dimensions is as long as the sequence.",
-                remedy="Pass a padding mask of shape (batch, sequence) or position_ids instead of a full attention "
-                "mask, or use another sequence length.",
+                remedy="Pass a padding mask of shape (batch, sequence) instead of a full attention mask, or use "
+                "another sequence length.",
             )
         self.dims[argument_path] = candidate_dims[0] if len(candidate_dims) == 1 else None
         return self.dims[argument_path]
 
     def get_attention_module_index(self, attention_module: nn.Module) -> int:
-        """Return an attention module's index in call order, which is the same on all ranks."""
+        """Number the attention modules in call order, so that all ranks use the same number for a module."""
         return self._module_indices.setdefault(id(attention_module), len(self._module_indices))
 
 
 def get_context_parallel_state() -> ContextParallelState | None:
-    """Return the ``ContextParallelState`` of the model whose forward pass runs on this thread, or None."""
+    """Return the state of the model whose forward pass runs on this thread, or None."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
 def set_context_parallel_state(state: ContextParallelState | None) -> None:
-    """Set the ``ContextParallelState`` that ``get_context_parallel_state`` returns on this thread."""
     _THREAD.state = state
 
 

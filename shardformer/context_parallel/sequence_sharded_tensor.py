@@ -1,4 +1,4 @@
-"""A tensor that is sharded over the sequence and behaves like the full tensor.
+"""Tensor class for context parallelism: each rank stores a shard of the sequence.
 
 Gradients are averaged over the P ranks of the axis, as in data parallelism. The backward pass of local positions
 therefore scales gradients by P. Gradients are then correct for computations on gathered tensors, which are identical on
@@ -43,17 +43,16 @@ _INSIDE = threading.local()
 
 
 def set_in_model_forward(is_in_forward: bool) -> None:
-    """Set whether this thread runs the forward pass of a context-parallel model."""
     _INSIDE.now = is_in_forward
 
 
 def is_in_model_forward() -> bool:
-    """Return whether this thread runs or recomputes the forward pass of a context-parallel model."""
+    """Return whether the forward pass of a context parallel model runs, or is recomputed, on this thread."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensor(ShardedTensor):
-    """A tensor that is sharded over the sequence and behaves like the full tensor.
+    """Tensor that stores one shard of the sequence but behaves like the full tensor.
 
     - Without communication: views and slices, casts, arithmetic, linear layers and norms, sums over features, printing.
     - One number: ``F.cross_entropy`` with class indices, sums of all elements.
@@ -121,7 +120,7 @@ def all_reduce_sum(local_tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather_rows(local_rows: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
-    """All-gather the rows of all ranks along ``dim``, and sort them into the order of the full tensor.
+    """All-gather the rows along ``dim``, and sort them into their original order.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     Communicates one all-gather, and one all-to-all in the backward pass.
@@ -144,7 +143,7 @@ def all_gather_rows(local_rows: Tensor, index_shards: IndexShards, dim: int) -> 
 
 
 def slice_local_rows(full_tensor: Tensor, index_shards: IndexShards, dim: int) -> Tensor:
-    """Return this rank's rows of a replicated tensor along ``dim``. Forward and backward communicate nothing."""
+    """Return this rank's rows of a replicated tensor. Communicates nothing, even in the backward pass."""
     dim, shape = dim % full_tensor.dim(), full_tensor.shape
 
     def pad_grad(grad: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ def slice_local_rows(full_tensor: Tensor, index_shards: IndexShards, dim: int) -
 
 
 def _apply_to_local_positions(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a linear layer or a norm over the last dim to the local positions, without communication."""
+    """Apply a linear layer or a norm to this rank's positions, without communication."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
@@ -169,7 +168,7 @@ def _apply_to_local_positions(func: TorchFunction, args: Args, kwargs: Kwargs) -
 
 
 def _reduce_unsharded_dims(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply softmax or a reduction along dims that are not sharded, or sum all elements."""
+    """Apply softmax or a reduction over unsharded dimensions, or reduce over all elements."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
@@ -208,7 +207,7 @@ def _handle_dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handle_reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply ``view``, ``reshape`` or ``flatten`` to the local shard if possible, or to the full tensor."""
+    """Apply ``view``, ``reshape`` or ``flatten`` to the local shard if possible, otherwise to the full tensor."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
         return rules.call_on_full_tensors(func, args, kwargs)
@@ -229,7 +228,7 @@ def _handle_reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handle_getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Index a sharded tensor with integers, slices, None and ``...``. The sharded dim takes only slices."""
+    """Apply basic indexing to a sharded tensor. Only slices can index the sharded dimension locally."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_basic_index(k) for k in keys):
@@ -258,7 +257,7 @@ def _handle_getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handle_setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
-    """Write replicated rows to the positions that a boolean mask selects, as in ``x[mask] = rows``."""
+    """Assign rows at the positions selected by a boolean mask, as in ``x[mask] = rows``."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceShardedTensor)
@@ -286,7 +285,7 @@ def _is_basic_index(index: Any) -> bool:
 
 
 def _handle_cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Compute F.cross_entropy or F.nll_loss on the local positions, and reduce the loss over all ranks."""
+    """Compute the loss of this rank's positions, and all-reduce it over the sequence axis."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, SequenceShardedTensor)
@@ -340,7 +339,7 @@ SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
 def map_local_shard(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply a position-wise function to the local positions of a tensor."""
+    """Apply a position-wise function to this rank's positions."""
     return (
         SequenceShardedTensor(fn(tensor.local), tensor.rows, tensor.shard_dim)
         if isinstance(tensor, SequenceShardedTensor)
@@ -354,7 +353,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def wrap_shard_like(local_shard: Tensor, reference_tensor: Tensor | None) -> Tensor:
-    """Wrap ``local_shard`` like ``reference_tensor``, or return it unchanged if that is not sharded."""
+    """Wrap a local shard with the same sharding as ``reference_tensor``, if that is sharded."""
     return (
         SequenceShardedTensor(local_shard, reference_tensor.rows, reference_tensor.shard_dim)
         if isinstance(reference_tensor, SequenceShardedTensor)

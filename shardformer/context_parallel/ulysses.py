@@ -1,4 +1,4 @@
-"""Ulysses attention: ranks exchange heads for positions, so that each rank has all positions of some heads.
+"""Ulysses attention: an all-to-all gives each rank all positions of some attention heads.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 
@@ -30,7 +30,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class UlyssesHeadExchange:
-    """Lists the attention heads and the number of positions of each rank of a Ulysses group."""
+    """Attention heads and number of positions of each rank in a Ulysses group."""
 
     axis: Axis
     heads_by_rank: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
@@ -39,7 +39,7 @@ class UlyssesHeadExchange:
 
 
 def assign_query_heads_to_ranks(num_heads: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Split the query heads as evenly as possible over the ranks, and return the heads of each rank."""
+    """Split the query heads as evenly as possible over the ranks of a Ulysses group."""
     return tuple(tuple(range(a, b)) for a, b in pairwise(get_even_split_bounds(num_heads, num_ranks)))
 
 
@@ -50,10 +50,12 @@ def assign_key_heads_to_ranks(
 
     A key head appears once if its local query heads form equal groups, and once per query head otherwise.
 
-    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(4, 2), 4, 2),
-    assign_key_heads_to_ranks(assign_query_heads_to_ranks(6, 4), 6, 2) (((0,), (1,)), ((0,), (0, 1), (1,), (1,)))
-    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(6, 2), 6, 4 // 2), assign_key_heads_to_ranks(((0, 1, 2),
-    (3, 4)), 5, 5) (((0,), (1,)), ((0, 1, 2), (3, 4)))
+    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(4, 2), 4, 2)
+    ((0,), (1,))
+    >>> assign_key_heads_to_ranks(assign_query_heads_to_ranks(6, 4), 6, 2)
+    ((0,), (0, 1), (1,), (1,))
+    >>> assign_key_heads_to_ranks(((0, 1, 2), (3, 4)), 5, 5)
+    ((0, 1, 2), (3, 4))
     """
     per_key = num_query_heads // num_key_heads
     found = []
@@ -66,7 +68,7 @@ def assign_key_heads_to_ranks(
 
 
 def scatter_heads_and_gather_positions(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
-    """Exchange data between ranks, so that this rank has all positions for some of the heads.
+    """Exchange heads for positions with an all-to-all: each rank gets all positions of some heads.
 
     (B, N, s, D) -> (B, n, S, D). Communicates one all-to-all, and another in the backward pass.
     """
@@ -80,7 +82,7 @@ def scatter_heads_and_gather_positions(tensor: Tensor, exchange: UlyssesHeadExch
 
 
 def gather_heads_and_scatter_positions(tensor: Tensor, exchange: UlyssesHeadExchange) -> Tensor:
-    """Exchange data between ranks, so that this rank has all heads for some of the positions.
+    """Exchange positions for heads with an all-to-all: each rank gets all heads of some positions.
 
     (B, n, S, D) -> (B, N, s, D). Communicates one all-to-all, and another in the backward pass.
     """

@@ -24,7 +24,7 @@ from shardformer.torch_compat import tolist_or_ones
 
 @dataclass(frozen=True)
 class SymbolicTensorSize:
-    """A symbolic integer: the size of one dimension of a tensor in the micro-batch, multiplied by ``sign``."""
+    """Symbolic size of a tensor dimension in a micro-batch, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
@@ -35,7 +35,7 @@ class SymbolicTensorSize:
 
     @staticmethod
     def from_int(size: int, micro_batch_tensors: Tensors) -> SymbolicTensorSize | int:
-        """Find a tensor dimension of size ``size`` and return its ``SymbolicTensorSize``, or else return ``size``.
+        """Replace an int by the symbolic size of an equal tensor dimension, or return the int if there is none.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
         """
@@ -48,14 +48,14 @@ class SymbolicTensorSize:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchTensorExpression:
-    """A symbolic expression for one of the tensors in a micro-batch."""
+    """Symbolic expression for a tensor of a micro-batch."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
 class TorchFunctionResultExpression:
-    """A symbolic expression for the result of a torch function whose arguments were computed from a micro-batch.
+    """Symbolic expression for the result of a torch function that was called on micro-batch tensors.
 
     Args:
         output_index: index of the result, if the function returns several.
@@ -117,7 +117,7 @@ class _ArgumentNotFromMicroBatchError(Exception):
 
 
 class LabelTracer:
-    """A recorder of the torch functions that are called on the tensors of a micro-batch.
+    """Records how a model computes its labels from a micro-batch, to predict those of other micro-batches.
 
     Call ``record_function_call`` after each torch function.
     """
@@ -199,7 +199,7 @@ _OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 
 @dataclass(frozen=True)
 class LabelTransform:
-    """A common way to compute the target of a loss from the labels in a micro-batch: shift, slice or clamp them.
+    """Common transformation of the labels in a micro-batch into the target of a loss: shift, slice or clamp.
 
     Args:
         offset: number of leading entries of the last dimension to drop.

@@ -127,11 +127,10 @@ class LossFunctionCall:
         )
 
     def compute_loss(self) -> Tensor:
-        """Call the loss function with the recorded arguments."""
         return self.loss_fn(*self.args, **self.kwargs)
 
     def compute_mean_denominator(self) -> LossCount:
-        """Return the denominator of a mean loss, such as the number of labels that are not ignored."""
+        """Compute the denominator of a mean loss, such as the number of labels that are not ignored."""
         if self.has_class_index_targets or self.has_label_weights:
             assert self.labels_or_weights is not None
             return self.count_labels_or_sum_weights(self.labels_or_weights, self.ignore_index)
@@ -147,7 +146,7 @@ class LossFunctionCall:
         return self.labels_or_weights.numel() // self._get_num_classes()  # class probabilities
 
     def count_labels_or_sum_weights(self, target_or_weights: Tensor, ignore_index: int | None) -> LossCount:
-        """Return the denominator of a mean loss for a different target or weight tensor.
+        """Compute the denominator of the mean loss for the labels or weights of another micro-batch.
 
         For a tensor without data, this is the number of its elements.
         """
@@ -172,7 +171,7 @@ class LossFunctionCall:
         return self.has_class_index_targets and self.ignore_index == self._get_num_classes()
 
     def find_ignore_index(self, micro_batch_tensors: Tensors, other_micro_batch_tensors: Tensors) -> int | None:
-        """Return the ``ignore_index`` for another micro-batch, where it may depend on the sequence length."""
+        """Compute the ``ignore_index`` for another micro-batch, which may depend on the sequence length."""
         if self.ignore_index is None or not self.has_ignore_index_as_extra_class:
             return self.ignore_index
         size = SymbolicTensorSize.from_int(self.ignore_index, micro_batch_tensors)
@@ -204,7 +203,7 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LabelCountsPerMicroBatch:
-    """The number of labels that one loss of the model counts in each micro-batch.
+    """Number of labels in each micro-batch for one loss of the model.
 
     For a mean loss, the numbers are predicted. For a summed loss, they are counted in each call.
     """
@@ -225,7 +224,7 @@ class _RecordedLosses:
 
 
 class MicroBatchLossScaler:
-    """A recorder that scales the losses of micro-batches so that they sum to the loss of the full batch.
+    """Scales the losses of micro-batches so that they sum to the loss of the full batch.
 
     Call ``start_recording_loss_calls(m)`` and ``stop_recording_loss_calls()`` before and after the head in each
     micro-batch's forward pass. Run the backward pass on the result of ``scale_loss(m, loss)``, and call
@@ -289,7 +288,6 @@ class MicroBatchLossScaler:
         self._recorder.__enter__()
 
     def stop_recording_loss_calls(self) -> None:
-        """Stop recording the calls of loss functions in the current micro-batch."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
@@ -319,7 +317,7 @@ class MicroBatchLossScaler:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
             raise make_unsupported_loss_error(
                 f"The model computed its loss without calling a loss function of torch.nn.functional{unreduced}.",
-                "Call one with reduction='mean', such as cross_entropy, or pass loss_weight.",
+                "Call a loss function with reduction='mean', such as cross_entropy, or pass loss_weight.",
             )
         if loss.numel() != 1:
             raise make_unsupported_loss_error(
@@ -329,7 +327,7 @@ class MicroBatchLossScaler:
             raise make_unsupported_loss_error(
                 f"The model called {count} loss functions for micro-batch {micro_batch_index}, but {expected} for "
                 f"micro-batch {self._first}.",
-                "Call the same functions for all samples, or pass loss_weight.",
+                "Call the same loss functions for all samples, or pass loss_weight.",
             )
         self._check_loss_is_linear_combination(micro_batch_index, loss, forward)
 
@@ -344,21 +342,21 @@ class MicroBatchLossScaler:
 
     @property
     def num_counted_labels(self) -> float | None:
-        """Number of labels in the mean loss of the full batch, or None if its terms count different numbers."""
+        """Number of labels in the full batch's mean loss, or None if its terms average over different numbers."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def loss_factors_hash(self) -> Tensor:
-        """A hash of the weights with which the model adds up its losses. It must be equal on all data ranks."""
+        """Hash of the factors by which the model weights its losses. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
     def record_and_scale_loss(
         self, micro_batch_index: int, label_tracer: LabelTracer | None, loss_call: LossFunctionCall
     ) -> Tensor:
-        """Record a call of a loss function in a micro-batch, and return its share of the full batch's loss."""
+        """Record a call of a loss function, and return the loss scaled to its share of the full batch's loss."""
         forward = self._forwards[micro_batch_index]
         forward.reductions.append(loss_call.reduction)
         if self._is_full_batch:
@@ -381,7 +379,7 @@ class MicroBatchLossScaler:
             raise make_unsupported_loss_error(
                 f"The model called {loss_call.name} for micro-batch {micro_batch_index}, but a different function or "
                 f"reduction for micro-batch {self._first}.",
-                "Call the same functions for all samples, or pass loss_weight.",
+                "Call the same loss functions for all samples, or pass loss_weight.",
             )
         elif loss_call.is_mean:
             self._check_predicted_label_count(micro_batch_index, loss_index, loss_call)
@@ -555,7 +553,7 @@ class MicroBatchLossScaler:
                 f"{loss_call.name} counts {float(first_label_count):g} labels in micro-batch "
                 f"{first_micro_batch_index}, but the micro-batch "
                 f"contains no tensor of shape {shape} with these labels.",
-                "Pass the labels in the batch, or pass loss_weight.",
+                "Add the labels to the batch, or pass loss_weight.",
             )
         return [int(first_label_count) // size * other for other in self._sizes]
 
@@ -570,15 +568,15 @@ class MicroBatchLossScaler:
         self._check_or_defer_on_gpu(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
-                f"{name}, which computes loss {loss_index} of the model, counts {float(seen):g} labels in micro-batch "
-                f"{micro_batch_index} instead of the predicted {expected:g}."
+                f"{name} (loss {loss_index} of the model) averages over {float(seen):g} labels in micro-batch "
+                f"{micro_batch_index}, but {expected:g} labels were predicted from the batch."
             ),
         )
 
     def _check_loss_is_linear_combination(
         self, micro_batch_index: int, loss: Tensor, recorded_losses: _RecordedLosses
     ) -> None:
-        """Check that the loss of every micro-batch is the same weighted sum of its recorded losses."""
+        """Check that the loss is a sum of recorded losses with the same factors in every micro-batch."""
         if loss.requires_grad:
             factors = self._compute_loss_factors(loss, recorded_losses)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses
@@ -604,8 +602,7 @@ class MicroBatchLossScaler:
             ~((factors - before).abs() > bound * before.abs()).any(),
             lambda: (
                 f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {micro_batch_index}, but "
-                "by "
-                f"{before.tolist()} in another micro-batch"
+                f"by {before.tolist()} in another micro-batch."
             ),
         )
 
@@ -627,7 +624,7 @@ class MicroBatchLossScaler:
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise make_unsupported_loss_error(
                         f"The model divides the summed {loss.name} by the {n:g} labels of micro-batch {m} instead "
-                        "of all labels of the batch.",
+                        "of by all labels of the batch.",
                         "Use reduction='mean', add num_items_in_batch to the batch, or pass loss_weight.",
                     )
 
@@ -673,7 +670,7 @@ def make_unsupported_loss_error(
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with "
-        "constant factors. For other losses, loss_weight must count the labels of a micro-batch.",
+        "constant factors. For other losses, pass a function loss_weight that counts the labels of a micro-batch.",
         remedy=f"{remedy} If you use only one micro-batch, you can also set average_loss_over='ranks'.",
     )
 

@@ -48,7 +48,7 @@ def get_special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_patch_input_names(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of inputs with one row per image patch, and of the grids that describe these patches."""
+    """Find the inputs with one row per image patch, and their grid inputs such as ``image_grid_thw``."""
     names = set()
     for grid, patch_counts in _iter_grid_names_and_patch_counts(batch):
         flat = [
@@ -61,7 +61,7 @@ def find_patch_input_names(batch: Mapping[Any, Any]) -> set[str]:
 
 
 def find_sample_row_ends(batch: Mapping[Any, Any], num_samples: int, media_token_ids: Ids) -> dict[str, Ends]:
-    """Find which rows belong to each sample, for inputs that do not have one row per sample.
+    """Find the rows of each sample in inputs such as image patches, which have several rows per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
@@ -92,7 +92,7 @@ def _iter_grid_names_and_patch_counts(batch: Mapping[Any, Any]) -> Iterator[tupl
 
 
 def _iter_inputs_with_row_counts(batch: Mapping[Any, Any], num_samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and values of inputs that list how many rows each sample has in another input."""
+    """Yield the name and values of inputs with row counts, such as the number of images per sample."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer_tensor(x) and x.shape == (num_samples,):
@@ -114,7 +114,7 @@ def _has_same_modality(input_name: str, grid_name: str) -> bool:
 def _find_per_patch_input_names(
     batch: Mapping[Any, Any], grid_name: str, num_patches: int, num_samples: int
 ) -> list[str]:
-    """Return the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
+    """Find the names of the inputs with one row per patch. Raises InputError if the rows might be samples."""
     names = [name for name in _find_input_names_with_num_rows(batch, num_patches) if name != grid_name]
     names = [name for name in names if _has_same_modality(name, grid_name)] or names
     if names and num_patches == num_samples and batch[grid_name].dim() == 1:
@@ -161,7 +161,7 @@ def _find_sample_image_ends(
 
 
 def _count_media_tokens(batch: Mapping[Any, Any], grid_name: str, media_token_ids: Ids) -> tuple[list[list[int]], bool]:
-    """Count the image placeholder tokens of each sample, for every token id that can be the placeholder.
+    """Count each sample's image placeholder tokens, for every possible placeholder token id.
 
     Also returns whether the id of the placeholder is known. Works for videos and audio, too.
     """
@@ -209,7 +209,7 @@ def _make_ambiguous_rows_error(batch: Mapping[Any, Any], input_name: str, num_sa
         f"The rows of the input {input_name} of shape {tuple(batch[input_name].shape)} cannot be divided among "
         f"{num_samples} samples.",
         rule=reason,
-        remedy=f"Add {KINDS} to the batch, and pass the images in the order of the samples, or use one data-parallel "
+        remedy=f"Add {KINDS} to the batch and pass the images in the order of the samples, or use one data-parallel "
         "rank and one micro-batch.",
     )
 
@@ -233,7 +233,7 @@ def iter_named_tensors(nested: Any, path_prefix: TensorPath = ()) -> Iterator[tu
 
 
 def compute_micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """Return the number of samples in each micro-batch when a batch is split.
+    """Compute the number of samples in each micro-batch.
 
     >>> compute_micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
@@ -321,7 +321,7 @@ def split_batch(
     main_input_name: str | None = None,
     media_token_ids: Ids = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches, with ``micro_batch_sizes`` as the number of samples in each.
+    """Split a batch into micro-batches of ``micro_batch_sizes`` samples.
 
     Tensors and arrays whose first dimension is the batch size are split along it, including those in nested containers.
     Lists with one entry per sample are split, too. Image patches are split where the images of a sample end. Integer
@@ -360,7 +360,7 @@ class _BatchSplitter:
     media_token_ids: Ids
 
     def split_mapping(self, batch: Mapping[Any, Any], path_prefix: str = "") -> dict[Any, list[Any]]:
-        """Split each input of a batch, and return a dict from the name of each input to the list of its slices."""
+        """Split each input of a batch, and return the list of slices for each input name."""
         rows = find_sample_row_ends(batch, self.sample_ends[-1], self.media_token_ids)
         return {
             name: self._split_at_boundaries(value, [rows[name][end] for end in self.sample_ends])
@@ -400,10 +400,10 @@ class _BatchSplitter:
         )
         is_stack = is_like and tensor.dim() == 3 and not tensor.is_floating_point()
         if is_stack and tensor.shape[0] == samples > 1:
-            raise _make_row_count_error(
+            raise InputError(
                 f"The batch dimension of the input {input_path} of shape {tuple(tensor.shape)} is ambiguous, because "
-                "its first "
-                f"two dimensions have the batch size {samples}."
+                f"its first two dimensions have the batch size {samples}.",
+                remedy="Use another batch size.",
             )
         if tensor.dim() > 0 and tensor.shape[0] == samples:
             return self._split_at_boundaries(tensor, self.sample_ends)
@@ -500,7 +500,7 @@ def _merge_output_tensors(tensors: Sequence[Tensor], micro_batch_sizes: Sequence
 
 
 def rebuild_container(template: Any, elements: Iterable[Any]) -> Any:
-    """Convert ``elements`` to the container type of ``template``, or return it unchanged if that is not possible."""
+    """Convert ``elements`` to the container type of ``template``, or return them unchanged if that is not possible."""
     if isinstance(template, tuple) and hasattr(template, "_fields"):
         return type(template)(*elements)
     try:

@@ -1,4 +1,4 @@
-"""Gradient buckets. A single collective reduces a bucket over the ranks.
+"""Buckets of gradients, each of which is reduced over ranks with a single collective.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardformer.comm import collectives
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -197,7 +197,7 @@ class GradientSlot:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the gradient is a sparse tensor, such as that of ``nn.Embedding(sparse=True)``."""
+        """Whether the gradient is a sparse tensor, as for ``nn.Embedding(sparse=True)``."""
         return self.param.grad is not None and self.param.grad.is_sparse
 
     @property
@@ -220,7 +220,7 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def view_in_bucket(self, bucket_view: Tensor) -> Tensor:
-        """Return this rank's gradient as a view of its range in a reduced bucket."""
+        """Return this rank's reduced gradient as a view of the bucket."""
         if not self.is_shared:
             return bucket_view.view(self.param.shape)
         return self.entry.spec.slice_full_tensor(bucket_view.view(self.entry.spec.shape), self.coords)
@@ -254,7 +254,7 @@ class GradientBucket:
 
     @property
     def param_owner_communicator(self) -> ParamOwnerCommunicator | None:
-        """The object that sends gradients to owner ranks, or None if the bucket uses a reduce-scatter instead."""
+        """Communicator that sends gradients to owner ranks, or None if the bucket uses a reduce-scatter."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.is_direct_exchange_faster(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
@@ -263,11 +263,16 @@ class GradientBucket:
 
     @property
     def grad_presence_flags(self) -> list[float]:
-        """A number for each parameter: 1 for a new dense gradient on this rank, -1 for a sparse one, 0 for none."""
-        return [(-1.0 if g.is_sparse else 1.0) if g.has_unreduced_grad else 0.0 for g in self.gradients]
+        """Flag of each parameter: 1 for a new dense gradient on this rank, ``sparse_flag`` if sparse, 0 for none."""
+        return [(self.sparse_flag if g.is_sparse else 1.0) if g.has_unreduced_grad else 0.0 for g in self.gradients]
+
+    @property
+    def sparse_flag(self) -> float:
+        """A negative power of two, whose multiples stay negative if the flags of all dense gradients are added."""
+        return -float(2 ** self.axis.size.bit_length())
 
     def get_extra_values(self) -> list[float]:
-        """Return additional numbers to sum over ranks in the same collective as the gradients.
+        """Return extra numbers that are summed over ranks in the same collective as the gradients.
 
         These are ``grad_presence_flags``, and the numbers by which the consistency monitor compares ranks.
         """
@@ -276,7 +281,7 @@ class GradientBucket:
         return self.grad_presence_flags + self.watch.compute_state_hash_bits(self.axis)
 
     def check_extra_values(self, summed_values: Tensor) -> Tensor:
-        """Check the values that were summed with the gradients, and return how many ranks have each gradient.
+        """Check the extra values summed with the gradients, and return how many ranks have each gradient.
 
         Raises:
             InputError: The consistency monitor detected that the ranks diverged. Raised on every rank.
@@ -287,12 +292,12 @@ class GradientBucket:
         return summed_values[:count]
 
     def get_numel_and_packed_ranges(self) -> tuple[int, list[slice]]:
-        """Return the size of the bucket and the range of each gradient, without padding between gradients."""
+        """Compute the size of the bucket and the range of each gradient, without padding between gradients."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
     def get_shard_numel_and_ranges(self, num_ranks: int = 1) -> tuple[int, list[slice]]:
-        """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
+        """Compute the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
         Gradients are consecutive. A full gradient is in the shard of one rank. The largest are assigned first, each
@@ -328,7 +333,7 @@ class GradientBucket:
         *,
         clear_grads: bool = False,
     ) -> None:
-        """Divide the gradients by ``divisors``, and start an all-reduce of them and of a few extra values."""
+        """Divide the gradients by ``divisors``, and start an all-reduce of the bucket and its extra values."""
         tail = self.get_extra_values()
         self.flat = flat = self.allocate_buffer(bucket_numel + len(tail))
         for gap in _iter_padding_ranges(bucket_ranges, bucket_numel):
@@ -359,7 +364,7 @@ class AllReduceToGrad:
     s + sum(g) / divisor. Accumulation is correct whether or not the earlier backward passes were paused.
 
     A sparse gradient is reduced as a dense one, and then gets the rows that it has on any rank. At the end of the
-    backward pass this communicates their indices.
+    backward pass this communicates their indices. If it is dense on another rank, it becomes dense, as in autograd.
     """
 
     supports_sparse = True  # otherwise a sparse gradient is converted to a dense one
@@ -392,17 +397,12 @@ class AllReduceToGrad:
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.view_in_bucket(flat[place])
-                if had is not None and had[i] < 0:
+                if had is not None and had[i] < 0 and not had[i] % -bucket.sparse_flag > 0:  # sparse on all ranks
                     self._sparse.append((gradient, value))
-                elif gradient.param.grad is None:
+                elif gradient.param.grad is None or gradient.param.grad.is_sparse:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-            elif gradient.has_unreduced_grad:
-                raise InputError(
-                    f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others.",
-                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True from its module.",
-                )
 
     def on_backward_end(self) -> None:
         """Convert the summed gradients back to sparse tensors, which contain the rows of all ranks.
@@ -513,7 +513,7 @@ def _round_up_to_alignment(numel: int) -> int:
 
 
 def _iter_padding_ranges(bucket_ranges: Sequence[slice], bucket_numel: int) -> Iterator[slice]:
-    """Yield the ranges of a bucket that are padding, because they belong to no gradient."""
+    """Yield the padding ranges of a bucket, which belong to no gradient."""
     end = 0
     for place in [*sorted(bucket_ranges, key=lambda place: place.start), slice(bucket_numel, bucket_numel)]:
         if place.start > end:
@@ -551,7 +551,7 @@ def _write_grad_to_bucket_rows(grad_slot: GradientSlot, flat_range: slice, bucke
 def assign_gradient_owners(
     grad_slots: Sequence[GradientSlot], full_matrix_param_ids: Collection[int], context: ParallelContext
 ) -> None:
-    """Make one rank receive the full gradient of each parameter whose ``id()`` is in ``full_matrix_param_ids``.
+    """Assign an owner rank to the full gradient of each parameter that an optimizer updates as a matrix.
 
     All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
     coordinates, and creates process groups.

@@ -66,7 +66,7 @@ def clip_grad_norm_(
 
 
 def clip_grads_with_norm_(model: nn.Module, total_norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model from the norm ``total_norm`` to at most ``max_norm``."""
+    """Scale gradients whose norm is ``total_norm`` so that their norm is at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
@@ -76,7 +76,7 @@ def clip_grads_with_norm_(model: nn.Module, total_norm: Tensor, max_norm: float)
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the gradient norm of a sharded model, computed over the shards of all ranks.
+    """Compute the gradient norm of a sharded model over the shards of all ranks.
 
     Call this function on all ranks after ``backward``. Each gradient element counts once, even if several ranks store
     it. The gradients are not clipped.
@@ -97,7 +97,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMetadata, norm_type: float) -> Tensor:
-    """Return the norm of the gradients of some parameters, computed over all ranks.
+    """Compute the gradient norm of ``param_entries`` over the shards of all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
@@ -122,7 +122,7 @@ def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMet
 def _compute_local_norm_term(
     entry: ParamEntry, norm_type: float, coords: Coords, axis_names: Sequence[str]
 ) -> Tensor | None:
-    """Return what the gradient of one parameter on this rank contributes to the global norm.
+    """Compute the contribution of a parameter's gradient on this rank to the global norm.
 
     This is the sum of the p-th powers of its elements, or for ``inf`` their largest absolute value. Elements that
     several ranks store are divided by the number of copies, so that the sum over ranks counts them once. Return None if
@@ -221,13 +221,13 @@ def _check_norm_is_finite(total_norm: Tensor) -> None:
 
 
 def _reject_zero_optimizer_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError if ``params`` are the parameters of a ZeroOptimizer instead of those of the model."""
+    """Raise ConfigError if ``params`` are the parameter shards of a ZeroOptimizer."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in get_local_metadata() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
                 raise ConfigError(
-                    "torch.nn.utils.clip_grad_norm_ received the parameters of a ZeroOptimizer.",
+                    "torch.nn.utils.clip_grad_norm_ received the parameter shards of a ZeroOptimizer.",
                     remedy="Pass model.parameters(), or call shardformer.clip_grad_norm_(model, max_norm).",
                 )
 
@@ -265,7 +265,7 @@ def _has_sharded_grads(metadata: ShardingMetadata) -> bool:
 
 
 def _find_model_without_local_grads() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Find the pipeline model whose gradients other stages clip while this stage has none."""
+    """Find the pipeline model to clip on a stage that has no gradients."""
     if len(get_local_metadata()) > 1 or any(state.gradient_owner is not None for state in get_local_metadata()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in get_local_metadata() if state.context.pipe.size > 1]

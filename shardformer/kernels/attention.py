@@ -1,4 +1,4 @@
-"""Softmax attention with fused kernels, to avoid storing all attention scores in memory.
+"""Softmax attention with fused kernels, which avoid storing all attention scores in memory.
 
 CUDA   flash-attn, if it is installed, for 16 bits without a mask or with a causal one
        torch's flash kernel without a mask, its memory-efficient kernel with one; an error instead of the math kernel
@@ -38,7 +38,7 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices"
 
 @functools.cache
 def get_flash_attn_func() -> Any:
-    """Return ``flash_attn_func`` of the flash-attn package, or None if the package is not installed."""
+    """Return ``flash_attn_func`` of the flash-attn package, or None if it is not installed."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:
@@ -61,7 +61,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with fused kernels, as a function for transformers' ``AttentionInterface``.
+    """Compute attention with fused kernels. Can be registered in transformers' ``AttentionInterface``.
 
     query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D) and None.
 
@@ -100,7 +100,7 @@ def attention(
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Context manager that makes torch's ``scaled_dot_product_attention`` use only fused kernels."""
+    """Context manager that restricts ``F.scaled_dot_product_attention`` to fused kernels."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -129,14 +129,14 @@ def _check_attention_call(query: Tensor, dropout: float, kwargs: dict[str, Any])
     if dropout > 0 and query.device.type == "cpu":
         raise ConfigError(
             f"The fused kernels do not support attention dropout on the CPU, but got dropout={dropout}.",
-            remedy="Set the attention dropout to 0 in the config, train on a GPU, or set enable_flash_attention=False.",
+            remedy="Set the attention dropout to 0 in the config, or set enable_flash_attention=False.",
         )
 
 
 def check_no_unsupported_arguments(
     caller_name: str, kwargs: Mapping[str, Any], unsupported_names: Sequence[str]
 ) -> None:
-    """Raise ConfigError if a call has an argument that the fused attention kernels do not support."""
+    """Raise ConfigError if a call has an argument that the fused kernels do not support."""
     for name in unsupported_names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
@@ -156,13 +156,13 @@ def _is_flash_attn_supported(query: Tensor, value: Tensor) -> bool:
 
 
 def _expand_to_same_batch_size(*tensors: Tensor) -> list[Tensor]:
-    """Expand tensors with a batch size of 1, such as learned queries, to the batch size of the others."""
+    """Expand tensors with batch size 1, such as learned queries, to the batch size of the others."""
     batch = max(t.shape[0] for t in tensors)
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
 
 
 def _pad_to_same_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Zero-pad queries, keys and values to the same head dimension, as the fused kernels require."""
+    """Zero-pad queries, keys and values to the same head dimension, as fused kernels require."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
         width = -(-width // 8) * 8  # for 16 bits the kernels read 16 bytes at a time
@@ -179,7 +179,7 @@ def _view_mask_as_4d(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def _add_mask_to_bias(position_bias: Tensor, attention_mask: Tensor | None, query: Tensor) -> Tensor:
-    """Combine the position bias and the mask into one tensor that is added to the attention scores."""
+    """Combine position bias and mask into one additive mask."""
     if attention_mask is None:
         added = position_bias
     elif attention_mask.dtype == torch.bool:
@@ -190,7 +190,6 @@ def _add_mask_to_bias(position_bias: Tensor, attention_mask: Tensor | None, quer
 
 
 def _repeat_kv_heads(tensor: Tensor, num_repeats: int) -> Tensor:
-    """Repeat each head of a tensor: (B, K, S, D) -> (B, K * times, S, D)."""
     return tensor if num_repeats == 1 else tensor.repeat_interleave(num_repeats, dim=1)
 
 
@@ -203,7 +202,7 @@ def _fused_attention(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """Call torch's scaled_dot_product_attention with fused kernels only. Raises ConfigError if none is usable."""
+    """Call ``F.scaled_dot_product_attention`` with fused kernels only. Raises ConfigError if none is available."""
     groups = query.shape[1] // key.shape[1]
     grouped = groups > 1 and (query.device.type == "cpu" or (attention_mask is None and query.dtype in HALF))
     if not grouped:
@@ -244,7 +243,7 @@ def _fused_attention(
 
 
 def _explain_kernel_rejection(attention_fn: Callable[[], Tensor]) -> str | None:
-    """Return why torch rejected the fused kernels, or None if the call failed for another reason."""
+    """Find out why torch rejected the fused kernels, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -277,7 +276,7 @@ def _attention_with_position_bias(
 
 
 class _AttentionWithPositionBias(Function):
-    """Autograd function that computes flash attention on the CPU with a trainable position bias.
+    """Autograd function for flash attention on the CPU with a trainable position bias.
 
     The forward pass calls the flash kernel, for a few sequences of the batch at a time if their masks differ. The
     backward pass recomputes the scores of these sequences, N*Q*S per sequence. It stores at most SCORES_AT_ONCE scores
@@ -322,14 +321,14 @@ class _AttentionWithPositionBias(Function):
 
 
 def _get_batch_slices_within_score_limit(query: Tensor, key: Tensor) -> list[slice]:
-    """Return slices of the batch that are small enough to compute their attention scores at once."""
+    """Split the batch into slices whose attention scores fit into the memory limit."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 
 def _slice_batch(batch_slice: slice, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Slice each tensor along the batch dim. A tensor with a batch size of 1 is not sliced, because it broadcasts."""
+    """Slice tensors along the batch dimension. Tensors with batch size 1 are kept, because they broadcast."""
     return [t if t is None or t.shape[0] == 1 else t[batch_slice] for t in tensors]
 
 

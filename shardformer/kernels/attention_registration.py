@@ -1,4 +1,4 @@
-"""Make a transformers or timm model compute its attention with fused kernels."""
+"""Switch the attention of a transformers or timm model to fused kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SWITCH = "fused_attn"
 def use_flash_attention(
     model: nn.Module, device: torch.device | None = None, on_replace: Callable[[str, str, Any], None] | None = None
 ) -> str:
-    """Make all attention modules of a model use fused kernels, and return a description of these kernels.
+    """Switch all attention modules of a model to fused kernels. Returns a description of the kernels.
 
     Communicates nothing. Values and gradients equal those of the model's own attention.
 
@@ -72,7 +72,7 @@ def use_flash_attention(
 
 
 def check_flash_attention_is_supported(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if the fused kernels for a device do not support the attention of a model."""
+    """Raise ConfigError if the device's fused kernels do not support the model's attention."""
     _check_attention_is_supported(model)
     check_attention_overrides(model)
     for config in find_attention_configs(model):
@@ -88,12 +88,12 @@ def check_flash_attention_is_supported(model: nn.Module, device: torch.device) -
     if device.type == "cuda" and torch.float64 in dtypes:
         raise ConfigError(
             "enable_flash_attention=True does not support float64 weights on CUDA.",
-            remedy="Use float16, bfloat16 or float32, train on a CPU, or set enable_flash_attention=False.",
+            remedy="Use float16, bfloat16 or float32 weights, or set enable_flash_attention=False.",
         )
 
 
 def _enable_timm_fused_attention(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Set ``fused_attn=True`` on timm's attention modules, and make them use fused kernels.
+    """Switch timm's attention modules to fused kernels with ``fused_attn=True``.
 
     Yields the path, the name and the new function of each method that is replaced.
     """
@@ -115,12 +115,12 @@ def forward_with_fused_kernels(module: nn.Module, *args: Any, **kwargs: Any) -> 
 
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs of a model that select the attention implementation."""
+    """Find the configs in a model that select an attention implementation."""
     return [config for config in find_model_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """Return a dict from each attention class in a model to its source code.
+    """Find the attention classes in a model, and return a dict from each class to its source code.
 
     These are the classes that use transformers' interface, and those with "attention" in their name that compute a
     softmax or call torch's attention. Modules that only contain an attention module are not included.
@@ -165,7 +165,7 @@ def _check_attention_is_supported(model: nn.Module) -> None:
 
 
 def _check_no_attention_dropout(model: nn.Module) -> None:
-    """Raise ConfigError if attention has dropout, because torch's CPU flash kernel does not support it."""
+    """Raise ConfigError for attention dropout, which torch's CPU flash kernel does not support."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):
@@ -179,13 +179,11 @@ def _check_no_attention_dropout(model: nn.Module) -> None:
                 settings = _format_dropout_settings(owner, rate)
                 raise ConfigError(
                     f"{name}.{attribute} is {rate}, but the fused kernels do not support attention dropout on the CPU.",
-                    remedy=f"Build the model with {settings} in its config, train on a GPU, or set "
-                    "enable_flash_attention=False.",
+                    remedy=f"Build the model with {settings} in its config, or set enable_flash_attention=False.",
                 )
 
 
 def _find_dropout_attributes(module: nn.Module, source_code: str) -> list[str]:
-    """Return the names of a module's attributes that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     if (override := find_attention_override(type(module))) is not None:
@@ -200,7 +198,6 @@ def _format_dropout_settings(config_or_module: Any, rate: float) -> str:
 
 
 def _describe_attention_kernels(model: nn.Module, device: torch.device) -> str:
-    """Describe which fused kernel each attention class of a model uses."""
     classes_by_kernel: dict[str, list[str]] = {}
     for cls in find_attention_classes(model):
         classes_by_kernel.setdefault(_describe_attention_kernel(model, cls, device), []).append(cls.__name__)
@@ -228,7 +225,7 @@ def _describe_attention_kernel(model: nn.Module, attention_cls: type[nn.Module],
 def register_attention(
     attention_name: str, attention_fn: Callable[..., Any], mask_fn: Callable[..., Any] | None
 ) -> None:
-    """Register an attention function and its mask function with transformers. By default, the mask is SDPA's."""
+    """Register an attention function and a mask function, by default that of SDPA, with transformers."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

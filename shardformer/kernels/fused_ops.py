@@ -1,4 +1,4 @@
-"""Fused norms, and fused kernels for the bias, activation and gate of an MLP. Communicates nothing.
+"""Fused layer norm and RMS norm, and a fused bias, activation and gate for MLPs. Communicates nothing.
 
 The RMS norms of transformers differ in where they round and how they use the weight. ``get_norm_kind`` identifies the
 kind of a module by its output, not by its name: it runs a copy with test weights on a few values in several dtypes, and
@@ -58,7 +58,7 @@ def rms_norm(
     eps: float | None,
     mean_fn: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Apply the RMS norm variant ``rms_kind``, with torch's fused kernel unless ``mean_fn`` is passed."""
+    """Apply an RMS norm variant, with torch's fused kernel unless ``mean_fn`` is passed."""
     shape = hidden_states.shape[-1:]
     if weight is not None and rms_kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -89,11 +89,11 @@ def rms_norm(
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm that is computed by a single fused kernel: (..., H) -> (..., H). Communicates nothing."""
+    """Layer norm with a single fused kernel: (..., H) -> (..., H). Communicates nothing."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
-        """Build a fused layer norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
+        """Build a fused layer norm with the parameters of ``module``. Raises ConfigError for other modules."""
         _check_no_keyword_arguments(cls, kwargs)
         shape, eps = _get_normalized_shape(module), _find_norm_eps(module)
         if shape is None or eps is None or get_norm_kind(module) != "layer":
@@ -105,7 +105,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm that is computed by torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
+    """RMS norm with torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
 
     Args:
         rms_kind: one of ``RMS_KINDS``. The kinds differ in where they round, and in whether the weight is an offset
@@ -120,7 +120,7 @@ class FusedRMSNorm(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
-        """Build a fused RMS norm with the weight of ``module``. Raises ConfigError if the kind of norm is unknown."""
+        """Build a fused RMS norm with the weight of ``module``. Raises ConfigError for an unknown kind of norm."""
         _check_no_keyword_arguments(cls, kwargs)
         kind = get_norm_kind(module)
         if kind is None or kind == "layer":
@@ -138,7 +138,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def make_fused_norm(module: nn.Module) -> nn.Module:
-    """Return a fused replacement for a layer norm or RMS norm, with the same parameters.
+    """Create a fused replacement for a layer norm or RMS norm, with the same parameters.
 
     >>> make_fused_norm(nn.RMSNorm(8, eps=1e-6))
     FusedRMSNorm(8, eps=1e-06, kind=torch)
@@ -153,7 +153,7 @@ def make_fused_norm(module: nn.Module) -> nn.Module:
 
 
 def _move_norm_parameters(target_norm: nn.Module, source_norm: nn.Module, param_names: tuple[str, ...]) -> None:
-    """Move parameters and other attributes, such as ``variance_epsilon``, from ``source_norm`` to ``target_norm``."""
+    """Move the parameters and attributes, such as ``variance_epsilon``, of a norm to its replacement."""
     for name in param_names:
         target_norm.register_parameter(name, source_norm._parameters.get(name))
     for name, value in vars(source_norm).items():
@@ -163,14 +163,14 @@ def _move_norm_parameters(target_norm: nn.Module, source_norm: nn.Module, param_
 
 
 def _find_norm_eps(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm, from its attributes or from its output for a test input."""
+    """Read the epsilon of a norm from its attributes, or measure it with a test input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_norm_eps(module)
 
 
 @without_fake_tensors()
 def _measure_norm_eps(module: nn.Module) -> float | None:
-    """Measure the epsilon of a norm by calling it with a nearly constant input.
+    """Measure the epsilon of a norm by calling the norm with a nearly constant input.
 
     Solves y = w (x - mean) / sqrt(variance + eps) for eps. Returns None if this is not a small positive number.
     """
@@ -223,7 +223,7 @@ _KNOWN_KINDS: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], str | Non
 
 
 def get_norm_kind(module: nn.Module) -> str | None:
-    """Return which variant of layer norm or RMS norm a module computes, or None for any other module."""
+    """Identify the variant of layer norm or RMS norm that a module computes, or None for other modules."""
     shape, settings = _get_normalized_shape(module), _get_norm_settings(module)
     if shape is None:
         return None
@@ -236,7 +236,7 @@ def get_norm_kind(module: nn.Module) -> str | None:
 
 
 def _get_norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return everything that determines a norm's output, except its weights, as a hashable cache key.
+    """Create a hashable cache key from everything but the weights that determines a norm's output.
 
     Return None if the output may depend on anything else, such as a closure or an attribute that is a function.
     """
@@ -291,7 +291,7 @@ def _identify_norm_kind(module: nn.Module, normalized_shape: tuple[int, ...]) ->
 
 @without_fake_tensors()
 def is_elementwise(module: nn.Module) -> bool:
-    """Return whether each output feature of a module depends only on the same feature of the input."""
+    """Return whether each output feature depends only on the same input feature."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         probe = _copy_with_test_params(module, torch.float64)
         size = next((p.shape[0] for p in probe.parameters()), 2)
@@ -304,13 +304,12 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def _make_test_input(shape: tuple[int, ...], phase_step: float) -> Tensor:
-    """Return a tensor of irregular test values in (-1, 1). The random state is not used."""
+    """Create a tensor of irregular test values in (-1, 1) without using the random state."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * phase_step).reshape(shape)
 
 
 def _copy_with_test_params(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a norm to the CPU, with test values as its parameters."""
     probe = copy.copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter((1.3 + _make_test_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
@@ -320,7 +319,7 @@ def _copy_with_test_params(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _compute_error_tolerance_ratio(expected: Tensor, actual: Tensor | None, min_denominator: float = 1e-4) -> float:
-    """Return the largest relative error of ``actual``, as a multiple of the error allowed for its dtype.
+    """Compute the largest relative error, as a multiple of the tolerance for the dtype.
 
     Denominators are at least ``min_denominator``.
     """
@@ -342,7 +341,7 @@ def _check_no_keyword_arguments(cls: type[nn.Module], kwargs: dict[str, Any]) ->
 def _make_unsupported_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} cannot replace a {type(module).__name__}, because the two compute different outputs.",
-        remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
+        remedy="Set enable_fused_normalization=False, or remove the module from the policy's list of norms.",
     )
 
 
@@ -352,7 +351,7 @@ TANH = functools.partial(F.gelu, approximate="tanh")
 def apply_bias_activation_gate(
     activation_fn: Callable[[Tensor], Tensor] | None, hidden_states: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """Compute ``activation_fn(hidden_states + bias) * gate``, as in a gated MLP, with shape (..., H)."""
+    """Compute ``activation_fn(hidden_states + bias) * gate``, as in a gated MLP."""
     hidden_states = hidden_states if bias is None else hidden_states + bias
     hidden_states = hidden_states if activation_fn is None else activation_fn(hidden_states)
     return hidden_states if gate is None else hidden_states * gate
@@ -360,14 +359,14 @@ def apply_bias_activation_gate(
 
 @functools.cache
 def get_compiled_bias_act_gate(device_type: str) -> Callable[..., Tensor]:
-    """Return ``apply_bias_activation_gate``, compiled with torch.compile on devices other than the CPU."""
+    """Return ``apply_bias_activation_gate``, compiled unless the device is the CPU."""
     return (
         apply_bias_activation_gate if device_type == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
     )
 
 
 class _DeferredBiasAdd(Function):
-    """Autograd function that computes the gradients of ``x + bias`` but returns x without the bias."""
+    """Autograd function with the gradients of ``x + bias`` that leaves the addition to a later fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, bias: Tensor) -> Tensor:
@@ -379,7 +378,7 @@ class _DeferredBiasAdd(Function):
 
 
 class DeferredActivation(DeferredTensor):
-    """Tensor ``act(x + bias)`` that is computed only when it is used, so that a kernel can fuse it with a gate."""
+    """Tensor ``act(x + bias)`` that is computed when it is used, so that a kernel can fuse it with the gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -420,7 +419,7 @@ class DeferredActivation(DeferredTensor):
 
 
 def defer_bias_add(hidden_states: Tensor, bias: Tensor | None) -> Tensor:
-    """Postpone adding a bias to ``hidden_states``, so that the addition can be fused with the next operation."""
+    """Defer a bias addition, so that it can be fused with the next operation."""
     bias = None if bias is None else bias.to(hidden_states.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return hidden_states if bias is None else hidden_states + bias

@@ -1,4 +1,4 @@
-"""Fused attention for models that compute attention in their own `forward`, such as BLOOM, GPT-J and SAM.
+"""Fused attention for models with their own attention code, such as BLOOM, GPT-J and SAM.
 
 ``OVERRIDES`` lists classes that compute softmax attention in their own `forward`. An override computes the same with
 ``attention``, and leaves the other methods unchanged. It reads attributes that sharding changes, such as the number of
@@ -41,7 +41,7 @@ def bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM's attention and its ALiBi bias with fused kernels.
+    """Compute BLOOM attention with its ALiBi bias in fused kernels.
 
     The bias is an additional feature of each key (1 in each query), because CUDA's flash kernel supports no bias.
     """
@@ -60,7 +60,7 @@ def bloom_attention(
 def gpt_neo_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    """Compute GPT-Neo's attention: without scaling, and with a sliding window in local layers."""
+    """Compute GPT-Neo attention, which is unscaled and has a sliding window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -84,7 +84,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute the attention of SAM's vision encoder, with its relative position bias."""
+    """Compute attention in SAM's vision encoder, with its relative position bias."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -113,7 +113,7 @@ def swinv2_attention(
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute Swin V2 attention as timm does, with one linear layer for q, k and v."""
+    """Compute the Swin V2 attention of timm, which has one linear layer for q, k and v."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:
@@ -128,10 +128,6 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
 def _swinv2_cosine_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias_table: Tensor, dropout_layer: Any
 ) -> Tensor:
-    """Compute attention within windows from the cosine similarities between queries and keys.
-
-    q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D).
-    """
     scale_N11 = torch.clamp(module.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = module.window_size[0] * module.window_size[1]
@@ -153,7 +149,7 @@ def _get_dropout_rate(module: nn.Module, dropout_layer: nn.Dropout) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """Fused replacement for one method of an attention class. The new method calls fused kernels.
+    """Fused replacement for one method of an attention class.
 
     Args:
         method: the method that ``function`` replaces.
@@ -170,7 +166,10 @@ class AttentionOverride:
 def chatglm_attention(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
-    """Compute ChatGLM2 attention for inputs (length, batch, heads, head dim). The mask is True for masked keys."""
+    """Compute ChatGLM2 attention for inputs of shape (length, batch, heads, head dim).
+
+    The mask is True for masked keys.
+    """
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
     out_BQND, _ = attention(self, q_BNQD, k_BNSD, v_BNSD, mask)
@@ -195,7 +194,7 @@ SDPA = ("FalconAttention",)
 
 
 def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the ``AttentionOverride`` to apply to an attention class, or None.
+    """Find the fused replacement for a method of an attention class, or None if it needs none.
 
     Classes that use transformers' attention interface need none, such as GPT-J since transformers 5.24.
     """
@@ -208,7 +207,7 @@ def find_attention_override(cls: type[nn.Module]) -> AttentionOverride | None:
 
 @functools.cache
 def get_class_source(cls: type) -> str:
-    """Return the source code of the methods of a class and its base classes, or "" if there is no source."""
+    """Return the source code of a class's methods, including base classes, or "" if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         # Not the source of the class: inspect would parse the file, which is not thread-safe.
@@ -231,7 +230,7 @@ def iter_attention_overrides(model: nn.Module) -> Iterator[tuple[str, Any, Atten
 
 
 def check_attention_overrides(model: nn.Module) -> None:
-    """Raise ConfigError if a fused replacement does not match the attention method of the model."""
+    """Raise ConfigError if a fused replacement does not match the model's attention method."""
     for path, module, override in iter_attention_overrides(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
@@ -259,7 +258,7 @@ def check_attention_overrides(model: nn.Module) -> None:
 
 
 def apply_attention_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Make a model's attention modules use fused kernels, and yield each method that was replaced."""
+    """Replace methods of a model's attention modules by fused versions, and yield each replaced method."""
     for path, module, override in list(iter_attention_overrides(model)):
         if override.method in vars(module):
             continue  # installed before

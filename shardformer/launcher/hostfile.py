@@ -1,4 +1,4 @@
-"""Functions that read a host file and find the local machine in it."""
+"""Read a host file, and find the local machine in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A line of a host file: the name of a machine and the number of processes to start on it, if specified."""
+    """Line of a host file: the name of a machine and, optionally, the number of processes to start on it."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: str | Path) -> list[HostEntry]:
-    """Read a host file whose lines are names of machines, such as ``node1`` or ``node1 slots=4``.
+    """Read a host file with one machine per line, such as ``node1`` or ``node1 slots=4``.
 
     Text after ``#`` is a comment.
 
@@ -61,7 +61,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
 
 
 def select_hosts_by_name(comma_separated_names: str, hostfile_entries: list[HostEntry] | None) -> list[HostEntry]:
-    """Return the machines named by the option ``--host``, in the order of the host file if there is one."""
+    """Select the machines that ``--host`` lists, in the order of the host file if there is one."""
     wanted = [name.strip() for name in comma_separated_names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise LaunchError(
@@ -82,7 +82,7 @@ def select_hosts_by_name(comma_separated_names: str, hostfile_entries: list[Host
 
 
 def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
-    """Return the index of the local machine in a list of hosts, found by its host name or IP addresses."""
+    """Find the index of the local machine in a list of hosts by its host name or IP addresses."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}
     names = [host.name.lower() for host in hosts]
@@ -94,12 +94,11 @@ def find_local_host_index(hosts: Sequence[HostEntry]) -> int:
     by_address = [i for i, name in enumerate(names) if _is_local_address(name)]
     if len(by_address) == 1:
         return by_address[0]
-    which = "no entry" if not by_address else "more than one entry"
     machine, host_names = socket.gethostname(), ", ".join(host.name for host in hosts)
     ranks = " or ".join(map(str, range(len(hosts))[:3])) + (" ..." if len(hosts) > 3 else "")
     raise LaunchError(
-        f"This machine, {machine!r}, matches {which} of the host list {host_names}.",
-        remedy=f"Fix the list, or pass the index of this machine in the list: --node_rank {ranks}.",
+        f"This machine, {machine!r}, matches {len(by_address)} hosts of the list {host_names} instead of one.",
+        remedy=f"Correct the host list, or pass the index of this machine in the list: --node_rank {ranks}.",
     )
 
 

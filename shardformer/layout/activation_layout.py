@@ -76,7 +76,7 @@ class ActivationShard:
     begin: ShardedFrom = ShardedFrom.STACK
 
     def make_split(self, dim_size: int, num_ranks: int) -> Split:
-        """Return the indices that each rank stores if a dimension of size ``dim_size`` is sharded.
+        """Split a dimension of size ``dim_size`` into the indices that each rank stores.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).make_split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -93,7 +93,7 @@ class ActivationShard:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Sharding of the activations of a model over axes of the process grid. Each sharded dimension has its own axis.
+    """Sharding of a model's activations over axes of the process grid. Each sharded dimension has its own axis.
 
     Args:
         shards: sharded activation dimensions, or an empty tuple if activations are not sharded.
@@ -104,7 +104,7 @@ class ActivationLayout:
     block: tuple[str, ...] = ("tensor",)
 
     def get_region_shards(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return which activation dimensions are sharded in a part of the model."""
+        """Return the activation dimensions that are sharded in one part of the model."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
@@ -134,7 +134,7 @@ class ActivationLayout:
         return prod(map(axis_sizes.__getitem__, self.input_axes))
 
     def get_random_stream_index(self, region: ModelRegion, coords: Coords, axis_sizes: Mapping[str, int]) -> int:
-        """Return which random number stream a rank uses in a part of the model.
+        """Return the index of the random number stream that a rank uses in one part of the model.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.

@@ -35,7 +35,7 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 
 
 def find_quantized_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the quantized parameters of an unsharded model, by name. Tied parameters have several names."""
+    """Find the quantized parameters of an unsharded model, by name. Tied parameters have several names."""
     frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     is_quantized = bool(frozen) and has_quantization_config(model)
     return {name: param for name, param in frozen if _is_quantized_param(param, is_quantized)}
@@ -56,7 +56,7 @@ def _is_quantized_param(param: nn.Parameter, is_quantized_model: bool) -> bool:
 
 
 def is_bitsandbytes_object(instance: object) -> bool:
-    """Return whether the class of an object is defined in bitsandbytes. Does not import bitsandbytes."""
+    """Return whether an object's class is defined in bitsandbytes, without importing bitsandbytes."""
     return type(instance).__module__.partition(".")[0] == BITSANDBYTES
 
 
@@ -67,7 +67,7 @@ def is_4bit_linear(module: nn.Module) -> bool:
 
 
 def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
-    """Return the tensors in which a quantized weight stores its bytes and scales."""
+    """List the tensors in which a quantized weight stores its bytes and scales."""
     if is_wrapper_tensor(weight):
         wrapper: Any = weight
         names, _ = wrapper.__tensor_flatten__()
@@ -80,13 +80,13 @@ def get_packed_tensors(weight: nn.Parameter) -> list[Tensor]:
 
 
 def get_unpacked_numel(param: Tensor) -> int:
-    """Return the number of elements of a parameter before quantization. 4-bit weights store two per byte."""
+    """Return the number of elements that a parameter had before quantization. 4-bit weights store two per byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return prod(param.shape if shape is None else shape)
 
 
 def get_quantized_weights_numel(model: nn.Module) -> int:
-    """Return the number of quantized weight values in the full, unsharded model."""
+    """Count the quantized weight values of the full, unsharded model."""
     return sum(module.num_packed_values for module in iter_quantized_modules(model))
 
 
@@ -116,7 +116,7 @@ class QuantizedWeightsMixin:
 
 
 def unregister_quantized_parameters(model: nn.Module) -> int:
-    """Turn quantized parameters into plain attributes of their modules, and return their number."""
+    """Turn quantized parameters into plain module attributes, and return their number."""
     packed = set(map(id, find_quantized_weights(model).values()))
     count = 0
     for module in model.modules():

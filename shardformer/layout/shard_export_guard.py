@@ -91,7 +91,7 @@ def to_plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def guard_state_dict_shards(module: nn.Module, param_names: Collection[str] | None) -> None:
-    """Make the state dict of a module mark its shards, so that they cannot be saved as full tensors.
+    """Mark the shards in a module's state dict, so that they cannot be saved as full tensors.
 
     Args:
         param_names: names of the sharded parameters of the module itself. None marks all its parameters and buffers.

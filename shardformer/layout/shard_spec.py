@@ -23,7 +23,7 @@ Axes = tuple[str, ...]
 
 
 def get_even_split_bounds(num_elements: int, num_ranks: int) -> list[int]:
-    """Return the boundaries of ``num_ranks`` nearly equal slices: (10, 4) -> [0, 3, 6, 8, 10]."""
+    """Compute the boundaries of ``num_ranks`` nearly equal slices: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(num_elements, num_ranks)
     return [r * base + min(r, more) for r in range(num_ranks + 1)]
 
@@ -95,11 +95,9 @@ class Split:
         return self.parts[self.get_shard_index(coords)]
 
     def get_local_length(self, rank: int) -> int:
-        """Return the size of this dimension in the shard of a rank."""
         return sum(b - a for a, b in self.parts[rank])
 
     def get_local_lengths(self) -> tuple[int, ...]:
-        """Return the size of this dimension in the shard of each rank."""
         return tuple(map(self.get_local_length, range(len(self.parts))))
 
     @cached_property
@@ -159,7 +157,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_ranks_per_range(slices_by_rank: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Return how many shards contain each index range, as tuples (start, end, count).
+    """Count the ranks that store each index range, as tuples (start, end, count).
 
     >>> count_ranks_per_range([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -214,11 +212,9 @@ class Box:
     size: Offsets
 
     def view_in_full(self, full_tensor: Tensor) -> Tensor:
-        """Return this block as a view of the full tensor."""
         return _narrow_dims(full_tensor, self.full, self.size)
 
     def view_in_local(self, local_shard: Tensor) -> Tensor:
-        """Return this block as a view of the local shard."""
         return _narrow_dims(local_shard, self.local, self.size)
 
 
@@ -377,7 +373,7 @@ class ShardSpec:
         return all(count == 1 for runs in self._ranges_with_rank_counts_by_dim.values() for *_, count in runs)
 
     def count_copies_per_element(self, coords: Coords | None = None) -> Tensor | int:
-        """Return how many ranks store each element, as a tensor of fp64 counts, or 1 if all are stored once.
+        """Count the ranks that store each element, as an fp64 tensor, or return 1 if all elements are stored once.
 
         The counts broadcast against the shard at ``coords``, or against the full tensor without ``coords``.
         """
@@ -433,7 +429,7 @@ class AttentionHeadLayout:
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
-    num_ranks:
+    ranks:
 
         rank      0      1      2   3
         query    0 1    2 3     4   5
@@ -486,7 +482,7 @@ class AttentionHeadLayout:
         return self.partitions * len(self._get_query_head_range(rank))
 
     def _get_kv_head_per_query(self, rank: int) -> list[int]:
-        """Return, for each query head of a rank, the index of the KV head that it uses."""
+        """Map each of a rank's query heads to the index of the KV head that it uses."""
         return [head // self.query_heads_per_kv_head for head in self._get_query_head_range(rank)]
 
     def _get_query_head_range(self, rank: int) -> range:
@@ -497,7 +493,7 @@ class AttentionHeadLayout:
         return sorted(set(self._get_kv_head_per_query(rank)))
 
     def get_local_kv_head_per_query(self, rank: int) -> list[int] | None:
-        """Return the local KV head of each query head on a rank, or None for standard grouped-query attention.
+        """Map each of a rank's query heads to a local KV head, or return None for standard grouped-query attention.
 
         None means that the same number of query heads reads each KV head, so that repeating each KV head is correct.
         """
@@ -507,7 +503,7 @@ class AttentionHeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_used_kv_heads(self, rank: int) -> list[int]:
-        """Return the KV heads that a rank reads in its forward pass, in order."""
+        """Return the indices of the KV heads that a rank's forward pass reads, in order."""
         own = (
             self.get_stored_kv_heads(rank)
             if self.get_local_kv_head_per_query(rank) is None
@@ -517,7 +513,6 @@ class AttentionHeadLayout:
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def get_num_used_kv_heads(self, rank: int) -> int:
-        """Return the number of KV heads that the forward pass of a rank reads."""
         return len(self.get_used_kv_heads(rank))
 
     def get_query_split(self, features_per_head: int | None = None) -> Split:
@@ -535,7 +530,7 @@ class AttentionHeadLayout:
         return Split.concat([partition] * self.partitions, [partition.full] * self.partitions)
 
     def get_kv_grouped_projection_split(self, has_queries: bool, num_features: int) -> Split:
-        """Return how to split a fused qkv or kv projection that groups its features by KV head.
+        """Split a fused qkv or kv projection that groups its features by KV head.
 
         Args:
             has_queries: whether each group contains the query heads of the KV head, before its k and v.
@@ -562,7 +557,7 @@ class AttentionHeadLayout:
     def get_param_splits(
         self, param_path: str, full_tensor: Tensor, attr_spec: str | tuple[str, int]
     ) -> dict[int, Split]:
-        """Return the splits of a parameter that the policy lists in ``local_attrs``, by dimension."""
+        """Determine how to split a parameter that the policy lists in ``local_attrs``, by dimension."""
         kind, dim = (attr_spec, None) if isinstance(attr_spec, str) else attr_spec
         if kind == "inside":
             return {}
@@ -577,14 +572,14 @@ class AttentionHeadLayout:
         if len(dims) != 1 or full_tensor.shape[dims[0]] != split.full:
             shape = tuple(full_tensor.shape)
             raise PolicyError(
-                f"The kind {attr_spec!r} in local_attrs requires exactly one dimension of size {split.full}, but "
-                f"{param_path} has the shape {shape}.",
-                remedy=f"If several dimensions match, pass ({kind!r}, dim). If none matches, correct {kind!r}.",
+                f"The kind {attr_spec!r} of {param_path} in local_attrs requires exactly one dimension of size "
+                f"{split.full}, but the parameter has the shape {shape}.",
+                remedy=f"If several dimensions match, pass ({kind!r}, dim). If none matches, choose another kind.",
             )
         return {dims[0]: split}
 
     def get_local_head_and_feature_counts(self, rank: int) -> dict[str, int]:
-        """Return the local number of heads, KV heads, groups and features of a rank, by name."""
+        """Return the number of heads, KV heads, groups and features on a rank, by name."""
         heads, kv_heads = self.get_num_query_heads(rank), self.get_num_used_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
@@ -592,14 +587,14 @@ class AttentionHeadLayout:
 def get_features_per_head(
     linear_path: str, num_features: int, num_heads: int, expected_head_dim: int | None = None
 ) -> int:
-    """Return the number of features of each head in a projection.
+    """Compute the number of features per head in a projection.
 
     Raises PolicyError if the heads do not divide the features, or the number is not ``expected_head_dim``.
     """
     if num_features % num_heads or num_features != num_heads * (expected_head_dim or num_features // num_heads):
         required = f"{num_heads * expected_head_dim}" if expected_head_dim else f"a multiple of {num_heads}"
         raise PolicyError(
-            f"{linear_path} has {num_features} features, but {num_heads} heads require {required}.",
+            f"The layer {linear_path} has {num_features} features, but {num_heads} heads require {required}.",
             remedy="Fix num_heads, num_kv_heads or the path in the policy.",
         )
     return num_features // num_heads

@@ -97,7 +97,7 @@ def _iter_buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor
 
 
 def max_abs_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference between two tensors, or inf for NaN or different shapes."""
+    """Compute the largest absolute difference between two tensors. Returns inf for NaN or different shapes."""
     if a.shape != b.shape:
         return inf
     largest = float((a - b).detach().abs().max()) if a.numel() else 0.0
@@ -106,7 +106,7 @@ def max_abs_difference(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How the gradient of a parameter is summed over ranks and divided."""
+    """Describes how a parameter's gradient is summed over ranks and divided."""
 
     sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
     divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
@@ -121,14 +121,11 @@ def get_gradient_reduction(
     axis_sizes: Mapping[str, int],
     shared_stages: tuple[int, ...] = (),
 ) -> GradientReduction:
-    """Return how to sum and scale a parameter's gradient over the ranks.
+    """Determine over which axes to sum a parameter's gradient, and by which number to divide the sum.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
     the activations but not the parameter, ranks that store the same slices of it, and stages that share it.
-
-    Args:
-        axis_sizes: axis name -> axis size.
     """
     partial = set(activation_layout.get_gradient_sum_axes(region)) - spec.axes.keys()
     summed = {"data", *partial, *activation_layout.input_axes, *spec.shared_axes}
@@ -300,13 +297,11 @@ class ShardingMetadata:
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def record_replacement(self, replaced_path: str, replaced: Any, replacement: Any, kind: str = "module") -> None:
-        """Record that a module, attribute or method was replaced."""
         self.replacements.append(
             ReplacementRecord(replaced_path, _get_display_name(replaced), _get_display_name(replacement), kind)
         )
 
     def get_entries_by_param_id(self) -> dict[int, ParamEntry]:
-        """Return a dict from the ``id`` of each parameter to its ``ParamEntry``."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -460,7 +455,7 @@ def get_or_build_metadata(model: nn.Module) -> ShardingMetadata:
     if any(other.context is not first.context for other in others):
         raise ConfigError(
             f"This {type(model).__name__} contains models that are sharded with different ParallelContext objects.",
-            remedy="Shard all of them with the same ParallelContext, or pass each model separately.",
+            remedy="Shard all models with the same ParallelContext, or pass each model separately.",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]
     return replace(first, entries=entries) if others else first
@@ -485,7 +480,7 @@ def _build_metadata_from_parallel_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def get_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return how each parameter is sharded, by name. Replicated parameters have no splits."""
+    """Return the ``ShardSpec`` of each parameter by name. Replicated parameters have no splits."""
     entries_by_id = get_or_build_metadata(model).get_entries_by_param_id()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)

@@ -1,4 +1,4 @@
-"""Trace the training step of one rank with fake tensors, without starting the other ranks.
+"""Trace one rank's training step with fake tensors, without starting the other ranks.
 
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.
@@ -63,7 +63,7 @@ def make_fake_context(
 
 
 class FakeDistributedWorld:
-    """Simulated world of ranks in which only one rank exists. Collectives return the values of that rank."""
+    """Simulated world in which only one rank exists. Collectives return its own values."""
 
     store = thread = None
 
@@ -76,7 +76,7 @@ class FakeDistributedWorld:
 
 
 class FakeTransport:
-    """Replacement for communication that returns this rank's own tensors and objects."""
+    """Transport without communication, which returns this rank's own tensors and objects."""
 
     group = None
 
@@ -114,7 +114,7 @@ class FakeTransport:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Context manager that measures the memory of all tensors, real or fake, that this thread creates.
+    """Context manager that measures the memory of all tensors created by this thread, real or fake.
 
     ``live`` is the number of bytes of all live storages, and ``peak`` is the maximum of ``live``.
 
@@ -150,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def enable_fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """Enable fake tensor mode, and yield a function that copies a model or a batch to fake tensors.
+    """Enable fake tensor mode. Yields a function that copies a model or a batch to fake tensors.
 
     Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
@@ -197,7 +197,7 @@ def _disable_attention_mask_creation() -> Iterator[None]:
 
 
 def _patch_attention_mask_creation() -> Undo:
-    """Patch transformers so that it creates no attention masks in threads that trace a model with fake tensors."""
+    """Patch transformers to create no attention masks while a thread traces a model with fake tensors."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices

@@ -1,4 +1,4 @@
-"""Run the ranks of a mesh as threads of one process.
+"""Run the ranks of a mesh as threads in one process.
 
 ``run_as_threads`` starts the threads.
 """
@@ -26,11 +26,11 @@ EXCHANGE = 0
 
 
 class PeerFailedError(Exception):
-    """Error that a waiting rank raises after another rank has failed."""
+    """Raised in a waiting rank when another rank has failed."""
 
 
 class MessageKey(NamedTuple):
-    """Identifier of a message between ranks: its operation, its number in a channel, and its sender."""
+    """Key of a message between ranks: the operation, the number of the message, and the sender."""
 
     operation: str
     channel: Hashable
@@ -38,14 +38,14 @@ class MessageKey(NamedTuple):
 
 
 class LockProtocol(Protocol):
-    """Protocol for objects with the methods of ``threading.Lock``."""
+    """Interface of ``threading.Lock``."""
 
     def acquire(self) -> Any: ...
     def release(self) -> Any: ...
 
 
 class Mailbox:
-    """Shared storage through which ranks that run as threads send values to each other.
+    """Shared storage for messages between ranks that run as threads.
 
     A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
@@ -63,23 +63,22 @@ class Mailbox:
         self._failed_at: float | None = None
 
     def put(self, key: MessageKey, message: Any, num_readers: int) -> None:
-        """Store a value until ``num_readers`` ranks have read it."""
+        """Store a message until ``num_readers`` ranks have read it."""
         with self._changed:
             self._values[key] = message, num_readers
             self._changed.notify_all()
 
     def remove(self, key: MessageKey) -> None:
-        """Remove the value of a key if it is present."""
         with self._changed:
             self._values.pop(key, None)
 
     def peek(self, key: MessageKey) -> Any:
-        """Return the value of a key without removing it, or None if there is no value."""
+        """Return the message with this key without removing it, or None if there is none."""
         with self._changed:
             return self._values.get(key, (None, 0))[0]
 
     def mark_ended(self, rank: int, *, has_failed: bool) -> None:
-        """Record that the function of a rank has returned or raised, and wake the waiting ranks."""
+        """Record that the function of a rank has ended, and wake up the waiting ranks."""
         with self._changed:
             self._ended.add(rank)
             if has_failed and self._failed_at is None:
@@ -87,11 +86,11 @@ class Mailbox:
             self._changed.notify_all()
 
     def has_failure_timed_out(self) -> bool:
-        """Return whether more than ``timeout_s`` seconds have passed since a rank failed."""
+        """Return whether a rank failed more than ``timeout_s`` seconds ago."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def wait_for_messages(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Wait for the values of ``keys``, and return the keys whose values did not arrive before the timeout."""
+        """Wait for messages, and return the keys of those that did not arrive in time."""
         with self._release_turn_lock_while_waiting(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
@@ -100,7 +99,7 @@ class Mailbox:
                 lambda: self._failed_at or not self._find_missing_keys(keys) or self._is_deadlocked(), timeout_s
             )
             if self._failed_at is not None:
-                raise PeerFailedError("Another rank raised an error.")
+                raise PeerFailedError("Another rank raised an error, so this rank stops waiting for messages.")
             del self._waiting[rank]
             return self._find_missing_keys(keys)
 
@@ -115,7 +114,7 @@ class Mailbox:
                 self.turn.acquire()
 
     def wait_for_and_get_messages(self, waiting_rank: int, keys: Sequence[MessageKey]) -> list[Any]:
-        """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
+        """Wait for messages and return them. Raises WorkerError if some do not arrive."""
         if absent := self.wait_for_messages(waiting_rank, keys, self.timeout_s):
             raise self._make_missing_message_error(waiting_rank, absent)
         with self._changed:
@@ -131,7 +130,7 @@ class Mailbox:
         return [key for key in keys if key not in self._values]
 
     def _is_deadlocked(self) -> bool:
-        """Return whether every rank has ended or waits for a value that no rank has sent."""
+        """Return whether every rank has ended or waits for a message that no rank has sent."""
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
         return has_all_ranks and all(map(self._find_missing_keys, self._waiting.values()))
 
@@ -161,7 +160,7 @@ def _describe_wait(rank: int, missing_keys: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """Mesh whose ranks are threads of one process. Each rank's thread creates its own instance."""
+    """World of ranks that are threads of one process. Each thread creates its own instance."""
 
     store = None
 
@@ -171,14 +170,14 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Return a ``Transport`` that connects this rank with the other ranks of its group."""
+        """Create the ``Transport`` between the ranks of this rank's group."""
         line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Collectives and messages between ranks that run as threads. Objects are passed by reference."""
+    """Collectives and messages between ranks that are threads. Objects are passed by reference."""
 
     group = None
 
@@ -261,7 +260,7 @@ class ThreadTransport:
         )
 
     def _all_gather_values_async(self, operation_name: str, local_value: Any) -> Callable[[], list[Any]]:
-        """Share ``local_value`` with all ranks, and return a function that waits for the values of all ranks."""
+        """Start an all-gather of Python values. Returns a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
         keys = self._make_message_keys(operation_name, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], local_value, len(keys))
@@ -278,7 +277,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Work handle whose ``wait`` calls ``finish_fn`` to complete the transfer, or does nothing if it is None."""
+    """Work handle whose ``wait`` completes the transfer by calling ``finish_fn``, if there is one."""
 
     def __init__(self, finish_fn: Callable[[], object] | None) -> None:
         self._finish = finish_fn
@@ -302,7 +301,7 @@ def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class TurnLock:
-    """Lock that lets one thread run at a time and gives each thread its own random states.
+    """Lock that runs one thread at a time, each with its own random states.
 
     All threads start from the random states at the creation of the lock.
     """
@@ -342,7 +341,7 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     one_at_a_time: bool = False,
 ) -> list[ThreadResult]:
-    """Run ``fn`` once for each rank of a mesh, in one thread per rank, and return the results in rank order.
+    """Run ``fn`` once per rank of a mesh, with ranks as threads, and return the results in rank order.
 
     The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
     random numbers of a rank depend on the scheduling of threads.

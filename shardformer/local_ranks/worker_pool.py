@@ -1,4 +1,4 @@
-"""Pools of worker processes that run functions with torch.distributed: reusable workers, and a notebook launcher."""
+"""Pools of worker processes that run functions with torch.distributed, and a launcher for notebooks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class WorkerPool:
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
-        """Change the timeout of calls inside a ``with`` block."""
+        """Change the timeout of the calls in a ``with`` block."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield self
@@ -100,7 +100,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process IDs of the workers in rank order. The list is empty if no worker is running."""
+        """Process IDs of the workers in rank order, or an empty list if no worker is running."""
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class WorkerPool:
     def _call_workers(
         self, fn_name: str, remote_calls: Sequence[RemoteCall | None], timeout_s: float
     ) -> list[WorkerReply]:
-        """Send each worker its function call and return the replies. Raises WorkerError if some ranks fail."""
+        """Send a function call to each worker and return the replies. Raises WorkerError if a rank fails."""
         assert self._group_address is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
@@ -217,7 +217,7 @@ class WorkerPool:
 
 
 class WorkerHandle:
-    """Parent's handle of a worker process, with pipes for function calls and stack traces.
+    """Handle of a worker process in the parent, with pipes for function calls and stack traces.
 
     Args:
         mp_context: multiprocessing context that starts the process.
@@ -264,7 +264,7 @@ class WorkerHandle:
             return None
 
     def read_stack_trace(self, timeout_s: float) -> str:
-        """Return the stack trace of the worker's current call, innermost frame first, or "" if it sends none."""
+        """Read the stack trace of the worker's current call, innermost frame first, or "" if it sends none."""
         text = b""
         while connection.wait([self._stack], timeout_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
             text, timeout_s = text + part, 0.1
@@ -291,7 +291,7 @@ class WorkerHandle:
 
 
 def _get_fork_server_context(modules_to_preload: Sequence[str]) -> BaseContext:
-    """Return a multiprocessing context that starts workers quickly, because its fork server has imported torch.
+    """Return a multiprocessing context whose fork server has imported torch, so that workers start fast.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """
@@ -305,14 +305,14 @@ def _get_fork_server_context(modules_to_preload: Sequence[str]) -> BaseContext:
 
 
 def start_fork_server(modules_to_preload: Sequence[str]) -> None:
-    """Start the fork server for worker processes in the background, before the first pool needs it."""
+    """Start the fork server in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
         _get_fork_server_context(modules_to_preload)
         forkserver.ensure_running()
 
 
 class ProcessGroupAddress:
-    """File store and free port with which the workers of a pool create process groups."""
+    """File store and free port for the process groups of a pool's workers."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
@@ -329,7 +329,7 @@ class ProcessGroupAddress:
 
 
 class _FailureKind(IntEnum):
-    """Reason why a call failed on one rank. If a worker dies, the calls of the other ranks raise errors or hang."""
+    """Reason why a call failed on one rank. If a worker dies, the calls of other ranks raise errors or hang."""
 
     DIED = 0
     RAISED = 1
@@ -338,7 +338,7 @@ class _FailureKind(IntEnum):
 
 @dataclass(frozen=True)
 class _RankFailure:
-    """Failure of a function call on one rank, with a short description and details such as a traceback."""
+    """Failure of a call on one rank, with details such as the traceback."""
 
     kind: _FailureKind
     rank: int
@@ -376,7 +376,6 @@ _RULES = {
 
 
 def _make_worker_error(fn_name: str, failures: Sequence[_RankFailure]) -> WorkerError:
-    """Create a WorkerError that reports all failed ranks, starting with those that caused the failure."""
     reports: dict[tuple[_FailureKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(outcome.kind for outcome in failures)
@@ -397,7 +396,7 @@ WEEK_S = 7 * 24 * 3600.0
 def notebook_launcher(
     function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2, *, timeout_s: float = WEEK_S
 ) -> list[R]:
-    """Run ``function(*args)`` in several processes of this machine, with one process per rank.
+    """Run ``function(*args)`` in several processes of this machine, one process per rank.
 
     Use it in a notebook or an interactive session in place of ``shardformer run``. The processes are forked, so that
     they have the functions and variables of the notebook. What they change is lost, except for the result of the
@@ -438,7 +437,7 @@ def notebook_launcher(
 
 
 class _ForkedPool(WorkerPool):
-    """Worker pool whose processes are forked from this process. It does not create a process group."""
+    """Worker pool that forks this process and creates no process group."""
 
     def __init__(self, num_workers: int, fn: Callable[[], Any], timeout_s: float) -> None:
         super().__init__(num_workers, timeout_s=timeout_s)
@@ -461,12 +460,12 @@ def _check_can_fork() -> None:
     if dist.is_initialized() or "RANK" in os.environ:
         raise LaunchError(
             "notebook_launcher was called in a process that is already a rank of a distributed run.",
-            remedy="Call the function directly, or restart the kernel of the notebook.",
+            remedy="Call your function directly, or restart the notebook kernel.",
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
             "notebook_launcher cannot fork this process, because it has already used CUDA.",
-            remedy="Restart the kernel, and use the GPU only inside the function.",
+            remedy="Restart the notebook kernel, and use the GPU only inside the function that you launch.",
         )
     if "fork" not in get_all_start_methods():
         raise LaunchError(

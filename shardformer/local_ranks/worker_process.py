@@ -1,4 +1,4 @@
-"""Main loop of the worker processes of a WorkerPool, and the messages that they exchange with the parent.
+"""Main loop of the worker processes in a WorkerPool, and their messages to and from the parent.
 
 All messages are pickled by value, so that no memory is shared.
 """
@@ -32,7 +32,7 @@ from shardformer.random_state import seed_all_generators
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Pickled function call, with the source files of the modules that the call uses."""
+    """Pickled function call with the source files of the modules that it uses."""
 
     payload: bytes
     sources: Mapping[str, str]
@@ -58,7 +58,7 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Request from the parent to a worker: a function call, the import path, and the rank's environment variables.
+    """Request to a worker: a function call, the import path, and the environment variables of the rank.
 
     ``call`` is None for the function that a forked worker inherited from its parent.
     """
@@ -70,7 +70,7 @@ class WorkerRequest:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Error that a function raised in a worker process, with its message and traceback as text."""
+    """Exception raised in a worker process, with its message and traceback as text."""
 
     summary: str
     traceback: str
@@ -79,7 +79,7 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """Reply of a worker to a function call, with the pickled result or the failure of the call."""
+    """Reply of a worker: the pickled result of a function call, or its failure."""
 
     result: bytes
     failure: RemoteFailure | None
@@ -87,7 +87,7 @@ class WorkerReply:
 
 
 class _SourceRecordingPickler(pickle.Pickler):
-    """Pickler that records the source files of functions and classes, and copies tensors that are views."""
+    """Pickler that records the source files of functions and classes, and clones tensors that are views."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -100,7 +100,7 @@ class _SourceRecordingPickler(pickle.Pickler):
                 shown = getattr(obj, "__qualname__", obj)
                 raise ConfigError(
                     f"{shown} is defined in a notebook or interactive session, so worker processes cannot import it.",
-                    remedy="Write it to a file with %%writefile my_functions.py and import it from there, or use "
+                    remedy="Move its definition to a file with %%writefile my_functions.py and import it, or use "
                     "shardformer.notebook_launcher.",
                 )
             file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
@@ -119,7 +119,7 @@ def serve_calls(
     stack_trace_pipe: connection.Connection,
     inherited_fn: Callable[[], Any] | None = None,
 ) -> None:
-    """Receive function calls from the parent process and run them, until the parent closes the pipe.
+    """Run function calls from the parent process until the parent closes the pipe.
 
     Args:
         env: environment of the parent.
@@ -149,7 +149,7 @@ def serve_calls(
 
 
 def import_modules_and_join_process_group(store_path: str, module_names: Sequence[str]) -> None:
-    """Import modules, then recreate torch's default process group with a file store at ``store_path``."""
+    """Import modules, then create torch's default process group from a file store."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
     for name in module_names:
@@ -203,7 +203,7 @@ def _execute_call(remote_call: RemoteCall | None, inherited_fn: Callable[[], Any
 
 
 def _import_module(module_name: str, source_file: str) -> None:
-    """Import the module ``module_name``. If this process finds another file than the parent, import ``source_file``.
+    """Import a module as the parent did, from ``source_file`` if this process finds another file.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """
@@ -225,7 +225,7 @@ def _import_module(module_name: str, source_file: str) -> None:
 
 
 def _create_parent_packages(module_name: str, source_file: str) -> None:
-    """Create parent packages for a module that was imported from a file, so that pickle can find it."""
+    """Create the parent packages of a module imported from a file, so that pickle can find the module."""
     packages = module_name.split(".")[:-1]
     folder = os.path.dirname(source_file)
     for depth in range(len(packages), 0, -1):

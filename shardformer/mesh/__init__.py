@@ -1,3 +1,3 @@
-"""Mesh of processes with parallel axes, process groups, and initialization of torch.distributed."""
+"""Device mesh of data, pipeline, sequence and tensor parallel ranks, and setup of torch.distributed."""
 
 from __future__ import annotations

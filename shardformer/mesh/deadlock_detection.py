@@ -1,4 +1,4 @@
-"""Detect deadlocks, in which ranks wait for each other in different collective calls.
+"""Detect deadlocks in which ranks wait for each other in different collective calls.
 
 Rank a is blocked by rank b in three cases:
 
@@ -35,7 +35,7 @@ from shardformer.torch_compat import Store, count_gloo_collectives_by_group, get
 
 @dataclass(frozen=True)
 class RankWaitReport:
-    """Report of a rank about the communication for which it waits.
+    """Report of one rank: whether it waits in a collective or a receive, and for which ranks.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -66,7 +66,9 @@ class RankWaitReport:
 
 
 def find_deadlocked_ranks(reports_by_rank: Mapping[int, RankWaitReport], timeout_s: float) -> dict[int, int]:
-    """Return the ranks that are deadlocked for ``timeout_s`` seconds, each with a rank for which it waits.
+    """Find the ranks that have waited for each other for at least ``timeout_s`` seconds.
+
+    Returns a dict from each deadlocked rank to a rank for which it waits.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -84,12 +86,12 @@ def find_deadlocked_ranks(reports_by_rank: Mapping[int, RankWaitReport], timeout
 
 
 def get_message_count_key(group_name: str, dst_rank: int) -> str:
-    """Return the key under which a report counts the messages sent to a rank over a process group."""
+    """Return the report key of the number of messages sent to a rank over a process group."""
     return f"{group_name}>{dst_rank}"
 
 
 def get_uncounted_messages_key(group_name: str) -> str:
-    """Return the key in a report that marks a process group whose messages were not counted."""
+    """Return the report key that marks a process group with uncounted messages."""
     return f"{group_name}>?"
 
 
@@ -145,7 +147,7 @@ WAITS_IN = (
 
 
 class DeadlockMonitor:
-    """Background thread that detects deadlocks between ranks, and exits the process if it is in a deadlock.
+    """Background thread that detects deadlocks between ranks and exits the deadlocked processes.
 
     Created once per process by ``get_deadlock_monitor``.
 
@@ -169,12 +171,12 @@ class DeadlockMonitor:
         atexit.register(self.stop_at_exit)
 
     def stop_at_exit(self) -> None:
-        """Stop the monitor thread, and report to the other ranks that the script of this process has ended."""
+        """Stop the monitor thread, and report to the other ranks that this script has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
     def stop_reporting(self) -> None:
-        """Stop the monitor thread, so that a new monitor can replace it."""
+        """Stop the monitor thread so that a new monitor can replace it."""
         atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
@@ -183,13 +185,13 @@ class DeadlockMonitor:
         return self._store is store and not self._ends.is_set()
 
     def request_reports(self) -> int:
-        """Request new reports from all processes, and return the number of this request."""
+        """Ask all processes for new reports, and return the request number."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
     def describe_blocked_ranks(self, ranks: Collection[int], min_request_number: int) -> dict[int, str]:
-        """Return a description of the status of each rank that has ended or waits for other ranks.
+        """Describe the ranks that cannot join a collective, because they have ended or wait for other ranks.
 
         Args:
             min_request_number: ignore reports for requests before this number.
@@ -205,7 +207,7 @@ class DeadlockMonitor:
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
     def _read_stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, RankWaitReport | None]]:
-        """Read each rank's last report and the request number that it answers. The report of an ended rank is None."""
+        """Read the last report of each rank, or None if it has ended, and the request number that it answers."""
         found: dict[int, tuple[int, RankWaitReport | None]] = {}
         for rank in ranks:
             if self._store.check([_get_report_store_key(rank)]):
@@ -273,7 +275,7 @@ class DeadlockMonitor:
         return found
 
     def _exit_if_own_rank_deadlocked(self, deadlocked_ranks: Collection[int], message: str = "") -> None:
-        """Exit this process if its rank is in ``deadlocked_ranks``. The first of these processes prints the message.
+        """Exit this process if its rank is deadlocked. The first such process prints the error message.
 
         All of them exit together: if one exits earlier, gloo may leave the others waiting.
         """
@@ -294,7 +296,7 @@ class DeadlockMonitor:
 
 
 def _find_blocking_call() -> tuple[FrameType | None, Any]:
-    """Return the stack frame in which the main thread waits for other processes, and the collective it waits for.
+    """Find the stack frame and the collective in which the main thread waits for other processes.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
     """
@@ -308,7 +310,7 @@ def _find_blocking_call() -> tuple[FrameType | None, Any]:
 
 
 def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
-    """Return the collective or message that a stack frame waits for.
+    """Find the collective or message for which a stack frame waits.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
     number of messages received from it) of a message; or None.
@@ -316,7 +318,7 @@ def _find_awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tu
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     if frame.f_code is MonitoredWork.wait.__code__:
         work: MonitoredWork = frame.f_locals["self"]
-        return work.awaited_message if isinstance(work, ReceiveWork) else work.joined
+        return work.awaited_message if isinstance(work, ReceiveWork) else work.awaited_collective
     if "async_op" in names and "group" in names:
         return frame.f_locals.get("group"), None, _VARIANT_SUFFIX.sub("", frame.f_code.co_name)
     return None
@@ -375,7 +377,7 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 
 
 def get_deadlock_monitor(store: Store, rank: int) -> DeadlockMonitor:
-    """Return the ``DeadlockMonitor`` of this process. The first call creates it."""
+    """Return this process's ``DeadlockMonitor``, and create it at the first call."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:

@@ -1,4 +1,4 @@
-"""Initialize torch.distributed in launched processes, and arrange the processes in a mesh."""
+"""Initialize torch.distributed in the launched processes and arrange them in a mesh."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REST_S = 2.0  # threads that still run after this time belong to the user
 
 
 def init_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
-    """Initialize torch's default process group from the environment variables of torchrun or SLURM.
+    """Initialize torch's default process group from the environment variables set by torchrun or SLURM.
 
     Raises LaunchError if neither of them has set its variables.
     """
@@ -92,7 +92,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
 @contextmanager
 def _report_missing_ranks(rank: int, world_size: int, timeout_s: float) -> Iterator[None]:
-    """Raise LostPeerError with the missing ranks if not all processes connect inside the ``with`` block."""
+    """Raise LostPeerError with the missing ranks if some processes do not connect in the ``with`` block."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _uses_torchelastic_agent_store() else SRUN if get_num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, world_size, "rank", _get_torchelastic_restart_count(), advice)
@@ -118,7 +118,7 @@ def _get_torchelastic_restart_count() -> str:
 
 
 def _select_gloo_network_interface() -> None:
-    """Select the network interface that gloo uses, if the job runs on several hosts.
+    """Select a network interface for gloo that other hosts can reach, if the job runs on several hosts.
 
     gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
     maps the name to 127.0.0.1, no peer can connect.
@@ -134,7 +134,7 @@ def _select_gloo_network_interface() -> None:
 
 
 def find_network_interface(host: str) -> str | None:
-    """Return the name of the network interface that reaches ``host``, or None if it is unknown."""
+    """Find the name of the network interface that reaches ``host``, or None if it is unknown."""
     try:
         import fcntl  # not on every system
 
@@ -153,7 +153,7 @@ def find_network_interface(host: str) -> str | None:
 
 
 def _create_store_after_restart(timeout: timedelta) -> Store | None:
-    """Return a new key-value store if the launcher has restarted the processes, or None.
+    """Create a new key-value store if the launcher has restarted the processes.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -167,7 +167,7 @@ def _create_store_after_restart(timeout: timedelta) -> Store | None:
 
 
 def destroy_process_group() -> None:
-    """Destroy all process groups, and wait until gloo's threads have finished their work.
+    """Destroy all process groups, and wait for gloo's threads, which could otherwise abort the process.
 
     After a collective, these threads free its tensors and need the interpreter lock. A thread that requests the lock
     while the interpreter ends is unwound out of C++, and the process aborts with "terminate called without an active
@@ -184,7 +184,7 @@ def destroy_process_group() -> None:
 
 
 def _publish_exception_to_store() -> None:
-    """Write the error that ended this process to the launcher's store, where waiting ranks can read it.
+    """Write the exception that ended this process to the store, where waiting ranks can read it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
     """
@@ -206,7 +206,7 @@ def _is_other_thread_running() -> bool:
 
 
 def get_launcher_env_variable_name() -> str | None:
-    """Return the name of an environment variable that a launcher has set, or None without a launcher.
+    """Return the name of an environment variable set by the launcher, or None if there is no launcher.
 
     SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
     """
@@ -216,7 +216,7 @@ def get_launcher_env_variable_name() -> str | None:
 
 
 def get_num_slurm_tasks() -> int:
-    """Return the number of tasks that srun started together with this process, or 0 without srun."""
+    """Return the number of tasks in this job step of srun, or 0 if srun did not start this process."""
     env = os.environ
     if SLURM_STEP not in env or "SLURM_PROCID" not in env:
         return 0
@@ -259,9 +259,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the launched processes and arrange them in a mesh. By default, all of them are on the tensor axis.
+    """Initialize torch.distributed in launched processes, and arrange them in a mesh.
 
-    Works under ``shardformer run``, torchrun and SLURM (srun).
+    By default, all processes are on the tensor axis. Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
@@ -346,14 +346,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """Connect processes that were started without a launcher, from their rank and the address of rank 0."""
+    """Initialize torch.distributed without a launcher, from the rank and the address of rank 0."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Connect the processes that srun has started in a SLURM job, as ``launch_from_torch`` does."""
+    """Initialize torch.distributed in processes started by srun, like ``launch_from_torch``."""
     return launch_from_torch(config, **kwargs)
 
 
@@ -370,7 +370,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     if not os.path.isfile(config):
         raise ConfigError(
             f"The config file {os.fspath(config)!r} does not exist.",
-            remedy="Pass a path relative to the working directory, for example --config config.py.",
+            remedy="Pass the path of an existing file, for example --config config.py.",
         )
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
@@ -387,13 +387,14 @@ def _parse_axis_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     parallel = config.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
-            f"The config sets parallel = {parallel!r:.80}, which is not a dict.",
+            f"The config sets parallel = {parallel!r:.80}, but parallel must be a dict.",
             remedy="Use a dict of axis sizes, such as parallel = dict(tensor=2).",
         )
     if "pipe" in parallel and "pipeline" in parallel:
         raise ConfigError(
-            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}.",
-            remedy="Remove pipeline, which is another name of the pipe axis.",
+            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}, which are names of "
+            "the same axis.",
+            remedy="Remove pipeline, and set pipe to the number of pipeline stages.",
         )
     for name, value in parallel.items():
         axis = "pipe" if name == "pipeline" else str(name)

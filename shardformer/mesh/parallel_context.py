@@ -1,4 +1,4 @@
-"""Process mesh with one axis for each kind of parallelism, from the perspective of one process."""
+"""Process mesh with one axis per kind of parallelism, as seen by one rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """Launched processes that are the ranks of a mesh, identified by their global ranks."""
+    """Ranks of a mesh that run as launched processes, listed by global rank."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
@@ -67,7 +67,7 @@ class ProcessWorld:
         return get_launcher_store()
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Create the process groups ``rank_groups``, and return the ``Transport`` for the group of this process."""
+        """Create a process group for each rank group, and return the ``Transport`` of this process's group."""
         if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
         ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
@@ -79,13 +79,13 @@ class ProcessWorld:
 
 
 def get_launcher_store() -> Store | None:
-    """Return the key-value store of torch's default process group, or None if there is no other process."""
+    """Return the store of torch's default process group, or None if this is the only process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
 
 
 class ProcessGroupTransport:
-    """Transport that communicates over one process group of torch.distributed.
+    """Transport over one torch.distributed process group.
 
     Attributes:
         peers: ranks of the group, for errors about a lost peer.
@@ -106,7 +106,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def get_message_counts(self) -> dict[str, int]:
-        """Return the numbers of messages sent and received, for reports about waiting ranks."""
+        """Return the numbers of sent and received messages, which deadlock detection compares."""
         name = get_group_name(self.group)
         sent = {
             get_message_count_key(name, rank): count
@@ -119,7 +119,6 @@ class ProcessGroupTransport:
 
     @property
     def world(self) -> ProcessWorld:
-        """``ProcessWorld`` that contains the processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
     def _needs_host_staging(self, tensor: Tensor) -> bool:
@@ -131,7 +130,7 @@ class ProcessGroupTransport:
         return tensor.device.type != "cpu" and self._backends.get(tensor.device.type) == "gloo"
 
     def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
-        """Return whether exchanging tensors like ``tensor`` directly is faster than a gather or scatter.
+        """Return whether ``exchange`` is faster than the collectives for a gather or scatter of this tensor.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
@@ -172,7 +171,7 @@ class ProcessGroupTransport:
         )
 
     def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Send tensors to other ranks and receive tensors from them. Two ranks use one all-to-all.
+        """Send tensors to other ranks and receive theirs. Two ranks use a single all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
@@ -252,7 +251,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_collective(self, call_name: str, *, wait: bool) -> PeerCollectiveStatus:
-        """Announce this rank's next collective call to the other ranks through the launcher's store."""
+        """Announce this rank's next collective call to the other ranks through the store."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
@@ -293,7 +292,7 @@ class ProcessGroupTransport:
     def _get_announced_collectives(
         self, store: Any, group_name: str, call_number: int
     ) -> list[CollectiveAnnouncement | None]:
-        """Return each rank's collective call with the number ``call_number``, or None if it made no such call.
+        """Return each rank's announcement of this collective call, or None if it has not made the call.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -320,7 +319,7 @@ class ProcessGroupTransport:
 
 
 class HostStagedWork:
-    """Handle of a transfer through host memory. ``wait`` copies the received values to the device.
+    """Work handle of a transfer through host memory. ``wait`` copies the received values to the device.
 
     Args:
         works: transfers of the host copies.
@@ -385,17 +384,17 @@ class Axis:
 
     @staticmethod
     def get_by_key(key: str) -> Axis:
-        """Look up an axis by the key that graphs of torch.compile contain."""
+        """Look up an axis by the key that compiled graphs contain."""
         return _AXES[key]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group of the axis, or None if the axis has size 1 or its ranks are threads."""
+        """torch.distributed process group of the axis, or None if its size is 1 or its ranks are threads."""
         return self.transport.group
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
-        """Build an axis from a process group, or from all launched processes if ``group`` is None.
+        """Build an axis from a process group, by default from all launched processes.
 
         Collectives over a group of a ``ParallelContext`` appear in the log of this context. Without launched processes,
         the axis has size 1. Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a
@@ -411,13 +410,13 @@ class Axis:
         is_member = group is not non_member
         if is_member and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
-                f"The group of the {name} axis must be a torch process group, but got {group!r:.80}.",
+                f"The group of the {name} axis must be a torch.distributed process group, but got {group!r:.80}.",
                 remedy="Create the group with torch.distributed.new_group(ranks) on all processes, or omit it.",
             )
         if not is_member or dist.get_rank(group) < 0:
             raise LaunchError(
                 f"The process group of the {name} axis does not contain this process (global rank {dist.get_rank()}).",
-                remedy="Pass a group that contains this process, or use launch_from_torch(tensor=...).",
+                remedy="Pass a process group that contains this process, or use launch_from_torch(tensor=...).",
             )
         assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -443,7 +442,7 @@ class Axis:
 )
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """The process mesh with named axes, and the position of this process in it.
+    """Process mesh with named axes, and this process's position in it.
 
     Args:
         rank: global rank of this process.
@@ -486,7 +485,7 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Combined sequence and tensor axis, whose ranks all train on the same batch.
+        """Combined sequence and tensor axis, whose ranks all process the same batch.
 
         All processes must access it for the first time together, because it may create a process group.
         """
@@ -494,17 +493,17 @@ class ParallelContext:
 
     @property
     def base_axes(self) -> list[Axis]:
-        """The data, pipe, sequence and tensor axes of the mesh. The product of their sizes is the number of ranks."""
+        """Data, pipe, sequence and tensor axes of the mesh, excluding axes added by ``reshape_axis``."""
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
     def runs_in_current_thread(self) -> bool:
-        """Whether this rank runs in the calling thread. Always true if the rank is a process."""
+        """Whether this rank runs in the calling thread, which is always true for a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, axis_names: Iterable[str]) -> set[str]:
-        """Replace the names of reshaped axes, such as tensor, with the names of their new axes, such as row."""
+        """Replace axes that were reshaped, such as tensor, by their new axes, such as row and column."""
         views = {view.source_axes[0]: tuple(view.sizes) for view in self.grid.views if len(view.source_axes) == 1}
         return {finer for name in axis_names for finer in views.get(name, (name,))}
 
@@ -539,7 +538,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """Build a context for tensor parallelism only, over the ranks of ``group`` or all processes."""
+        """Build a context with tensor parallelism only, over one process group or all processes."""
         tensor = group if isinstance(group, Axis) else replace(Axis.of(group), traffic=CollectiveLog())
         if tensor.group is not None:
             _LOGS[tensor.group] = tensor.traffic
@@ -554,7 +553,7 @@ class ParallelContext:
     def from_default_process_group(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
-        """Build the context of this process from all processes of torch's default process group.
+        """Build the context of this process, with all processes of torch's default process group as ranks.
 
         ``sizes`` has the sizes of some axes, or is a function that returns them. Without any size, all processes form
         the tensor axis. Otherwise, the missing size of data or tensor is inferred, data first.
@@ -579,7 +578,7 @@ class ParallelContext:
         return context._add_axes(AXES)
 
     def flatten(self, *names: str, only_coords: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Return one axis that combines several mesh axes. Axes of size 1 are ignored.
+        """Return a single axis that combines several mesh axes. Axes of size 1 are ignored.
 
         The ranks are in mesh order. All processes must call this method in the same order, because it may create
         process groups.
@@ -597,7 +596,7 @@ class ParallelContext:
         return self._by_rank_group.get(rank_groups) or self._create_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """Add new axes to the mesh by reshaping one of its axes or several of them together.
+        """Add new axes to the mesh by reshaping one or several of its axes.
 
         ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
@@ -636,7 +635,7 @@ class ParallelContext:
 
 
 def reshape_sequence_axis(context: ParallelContext, ring_ulysses_size: RingUlyssesSize | None) -> ParallelContext:
-    """Split the sequence axis into ring and Ulysses axes if ``ring_ulysses_size`` is a pair of sizes."""
+    """Split the sequence axis into ring and Ulysses axes if a pair of sizes is passed."""
     if ring_ulysses_size is None or isinstance(ring_ulysses_size, int):
         return context
     ring, group = ring_ulysses_size
@@ -644,7 +643,7 @@ def reshape_sequence_axis(context: ParallelContext, ring_ulysses_size: RingUlyss
 
 
 def reshape_tensor_axis(context: ParallelContext, grid_size: TensorGridSize | None) -> ParallelContext:
-    """Split the tensor axis into row, column and depth axes if ``grid_size`` is a tuple of sizes."""
+    """Split the tensor axis into row, column and depth axes if a tuple of sizes is passed."""
     if not isinstance(grid_size, tuple | list) or len(grid_size) == 1:
         return context
     row, column, *depth = grid_size
@@ -652,7 +651,7 @@ def reshape_tensor_axis(context: ParallelContext, grid_size: TensorGridSize | No
 
 
 def get_local_device() -> torch.device:
-    """Return the GPU that LOCAL_RANK selects for this process, or the CPU if there is no GPU."""
+    """Return the GPU selected by LOCAL_RANK, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

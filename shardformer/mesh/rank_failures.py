@@ -1,4 +1,4 @@
-"""Report ranks that exited or are unreachable, with their hosts and the collective in progress."""
+"""Report ranks that exited or are unreachable, with their host and the failed collective."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOST_PEER_PATTERNS = (
 
 
 class LostPeerError(LaunchError):
-    """Error for a rank that has exited, is unreachable, or did not join a collective in time."""
+    """Raised when another rank has exited, is unreachable, or did not join a collective in time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PeerRanks:
 
     @contextmanager
     def convert_to_lost_peer_error(self, operation: str, peer_index: int | None = None) -> Iterator[None]:
-        """Convert torch's errors about lost connections to a LostPeerError that identifies the lost rank.
+        """Convert torch's connection errors to a LostPeerError that identifies the lost rank.
 
         Args:
             peer_index: index of the peer on the axis, or None if any other rank may be the cause.
@@ -85,14 +85,14 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """Work handle whose ``wait`` reports which rank was lost if a connection fails.
+    """Work handle whose ``wait`` reports the lost rank if the connection fails.
 
     Attributes:
         awaited_collective: (process group, number of collectives that this process has started on it including this
             one, kind of collective), or None if they are not counted.
     """
 
-    __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
+    __slots__ = ("_peer", "_peers", "_what", "_work", "awaited_collective")
 
     def __init__(
         self,
@@ -103,13 +103,8 @@ class MonitoredWork:
         awaited_collective: tuple[Any, int, str] | None = None,
     ) -> None:
         assert work is not None, "an axis contains this process, so torch returns a work handle"
-        self._work, self._peers, self._what, self._peer, self.joined = (
-            work,
-            peers,
-            operation,
-            peer_index,
-            awaited_collective,
-        )
+        self._work, self._peers, self._what, self._peer = work, peers, operation, peer_index
+        self.awaited_collective = awaited_collective
 
     def wait(self) -> bool:
         with self._peers.convert_to_lost_peer_error(self._what, self._peer):
@@ -120,7 +115,7 @@ class MonitoredWork:
 
 
 class ReceiveWork(MonitoredWork):
-    """Work handle of a receive operation, which counts the received messages.
+    """Work handle of a receive, which counts received messages for deadlock detection.
 
     Args:
         received_counts: number of received messages per peer, which this class updates.
@@ -148,10 +143,10 @@ class ReceiveWork(MonitoredWork):
 
     @property
     def awaited_message(self) -> tuple[Any, int, int] | None:
-        """Message for which this rank waits, as (process group, sender, number of messages received), or None."""
-        if self.joined is None or self._from < 0:
+        """Message for which this rank waits, or None. It is (process group, sender, number of messages received)."""
+        if self.awaited_collective is None or self._from < 0:
             return None
-        return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
+        return self.awaited_collective[0], self._peers.ranks[self._from], self._arrived[self._from]
 
 
 SAY_AFTER_S = 20.0
@@ -167,7 +162,7 @@ SAME_ADDRESS = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which processes connect to each other. Its methods report processes that do not connect.
+    """Address at which the processes connect, with methods that report missing processes.
 
     Args:
         index: index of this process among the ``num_processes`` processes.
@@ -186,7 +181,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing_processes(self) -> Iterator[None]:
-        """Print which processes have not connected while the ``with`` block waits for them."""
+        """Print the processes that have not connected while the ``with`` block waits for them."""
         is_complete = threading.Event()
         report = self._print_missing_processes_after_delay if self.index == 0 else self._print_if_host_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
@@ -198,7 +193,7 @@ class Rendezvous:
             thread.join(2 * CONNECT_S)
 
     def describe_missing_processes(self) -> str:
-        """Return which processes have not connected, such as "rank 1 of 2", or "" if this is unknown.
+        """Name the processes that have not connected, as in "rank 1 of 2", or return "" if this is unknown.
 
         Reliable once this process has waited for some seconds.
         """

@@ -1,4 +1,4 @@
-"""Arrange ranks in a multidimensional grid, and check that its axis sizes are the same on all processes.
+"""Arrange ranks in a multidimensional grid, and check that all processes use the same axis sizes.
 
 With eight processes and ``tensor=2, pipe=2`` the grid is ``arange(8).reshape(data=2, pipe=2, sequence=1, tensor=2)``.
 The ranks of one group differ only in their coordinates on the axes of the group. Rank 5 = (data 1, pipe 0, tensor 1)
@@ -23,7 +23,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class ReshapedAxesView:
-    """Additional axes of a rank grid that reshape some of its axes, as ``Tensor.view`` does."""
+    """Additional axes that reshape axes of a rank grid, like ``Tensor.view``."""
 
     source_axes: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -31,7 +31,7 @@ class ReshapedAxesView:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Grid of ranks along named axes, in which the last axis varies fastest.
+    """Grid of ranks with named axes. The last axis varies fastest.
 
     Args:
         sizes: sizes of the axes, outermost first.
@@ -71,11 +71,11 @@ class RankGrid:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of the grid axes, followed by those of reshaped axes."""
+        """Names of the original axes, followed by those of reshaped axes."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check_axis_names(self, *axis_names: str) -> None:
-        """Raise ConfigError if one of ``axis_names`` is not an axis of the grid."""
+        """Raise ConfigError if the grid has no axis with one of these names."""
         for name in axis_names:
             if name not in self.axis_names:
                 raise ConfigError(
@@ -84,23 +84,23 @@ class RankGrid:
                 )
 
     def get_coords(self, rank: int) -> dict[str, int]:
-        """Return the index of a global rank on each axis, by axis name."""
+        """Return the coordinates of a global rank, by axis name."""
         return self._index_to_coords(self.ranks.index(rank))
 
     def get_rank_at(self, coords: Mapping[str, int]) -> int:
-        """Return the global rank at ``coords``. The coordinate on a missing axis is 0."""
+        """Return the global rank at these coordinates. Missing coordinates are 0."""
         place = 0
         for name, size in self.sizes.items():
             place = place * size + coords.get(name, 0)
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
             raise ConfigError(
-                f"A mesh with the axis sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
+                f"The coordinates {dict(coords)} are outside the mesh, whose axis sizes are {dict(self.sizes)}.",
                 remedy="Use coordinates from 0 to the size of the axis minus 1.",
             )
         return self.ranks[place]
 
     def get_rank_groups(self, *axis_names: str, only_coords: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return the groups of ranks that communicate along the axes ``axis_names``.
+        """Return the rank groups that communicate along one or several axes.
 
         Args:
             only_coords: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -117,7 +117,7 @@ class RankGrid:
         return tuple(tuple(line) for line in found.values())
 
     def with_reshaped_axes(self, source_axes: Sequence[str], new_axis_sizes: Mapping[str, int]) -> RankGrid:
-        """Return a copy of the grid in which new axes replace ``source_axes``, with the same number of ranks.
+        """Return a copy of the grid with additional axes that reshape ``source_axes``.
 
         Raises ConfigError if names or sizes do not fit.
         """
@@ -125,12 +125,12 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in source_axes)
         if not source_axes or list(source_axes) != [name for name in self.sizes if name in source_axes]:
             raise ConfigError(
-                f"The axes {list(source_axes)} cannot be reshaped into new axes.",
+                f"The axes {list(source_axes)} cannot be reshaped, because they are not original axes in mesh order.",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order.",
             )
         if used := [name for name in new_axis_sizes if name in self.axis_names]:
             raise ConfigError(
-                f"The mesh already has an axis named {used[0]!r}.",
+                f"The new axis {used[0]!r} has the same name as an existing axis of the mesh.",
                 remedy=f"Use a name other than {', '.join(self.axis_names)}.",
             )
         for name, n in new_axis_sizes.items():
@@ -145,7 +145,7 @@ class RankGrid:
         return replace(self, views=(*self.views, ReshapedAxesView(tuple(source_axes), dict(new_axis_sizes))))
 
     def crosses_hosts(self, ranks: Sequence[int]) -> bool | None:
-        """Return whether the ranks in ``ranks`` are on more than one host, or None if their hosts are unknown."""
+        """Return whether these ranks are on more than one host, or None if their hosts are unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in ranks}) > 1 if self.hosts else None
 
     def _index_to_coords(self, flat_index: int) -> dict[str, int]:
@@ -158,7 +158,7 @@ class RankGrid:
         return coords
 
     def _find_fixed_axes(self, axis_names: Sequence[str]) -> list[str]:
-        """Return the axes on which the ranks of one group along ``axis_names`` do not differ."""
+        """Find the axes on which all ranks of a group have the same coordinate."""
         self.check_axis_names(*axis_names)
         named = set(axis_names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.source_axes)]
@@ -166,7 +166,7 @@ class RankGrid:
         if len(set(refolded)) < len(refolded) or named.intersection(refolded):
             raise ConfigError(
                 f"The axes {', '.join(axis_names)} cannot be combined, because they overlap.",
-                remedy=f"Use only axes of the mesh ({', '.join(self.sizes)}), or only axes that reshape one of them.",
+                remedy="Do not combine an axis with an axis that reshapes it, such as tensor with row.",
             )
         axes = [name for name in self.sizes if name not in refolded] + [name for v in views for name in v.sizes]
         return [name for name in axes if name not in named]
@@ -198,7 +198,7 @@ COMPOSITE_AXES = {
 
 
 def count_ranks_on_axis(axis_size: TensorGridSize | None, axis_name: str = "sequence") -> int:
-    """Return the number of ranks on an axis from its size, such as 4 or (2, 2).
+    """Return the number of ranks on an axis of size 4 or (2, 2), for example.
 
     Raises ConfigError if the size is invalid.
     """
@@ -208,7 +208,7 @@ def count_ranks_on_axis(axis_size: TensorGridSize | None, axis_name: str = "sequ
     counts, meaning, example = COMPOSITE_AXES[axis_name]
     if len(every) not in (1, *counts):
         raise ConfigError(
-            f"{axis_name} must be a number of ranks or {meaning}, but got {axis_size!r}.",
+            f"{axis_name} must be a number of ranks or a tuple of {meaning}, but got {axis_size!r}.",
             remedy=f"Use a value such as {axis_name}=4 or {axis_name}={example}.",
         )
     for size in every:
@@ -229,7 +229,7 @@ def parse_axis_size(size_text: str, axis_name: str) -> int | tuple[int, ...]:
         _, meaning, example = COMPOSITE_AXES[axis_name]
         example = example.strip("()").replace(", ", "x")
         raise ConfigError(
-            f"--{axis_name} must be a number of ranks or {meaning}, but got {size_text}.",
+            f"--{axis_name} must be a number of ranks or {meaning} joined by 'x', but got {size_text}.",
             remedy=f"Use a value such as --{axis_name} 4 or --{axis_name} {example}.",
         ) from None
     if total > MAX_GRID_RANKS:
@@ -241,7 +241,7 @@ def parse_axis_size(size_text: str, axis_name: str) -> int | tuple[int, ...]:
 
 
 def build_rank_grid(axis_sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
-    """Build the grid of all launched processes, with the host name of each rank.
+    """Build the grid of all launched processes, and check that they agree on the axis sizes.
 
     Communicates one gather of the sizes and host names.
 
@@ -269,8 +269,8 @@ def build_rank_grid(axis_sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid
         if other_message or other_shape != shape:
             own, other = (", ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in (shape, other_shape))
             raise ConfigError(
-                f"Rank {dist.get_rank()} has the axis sizes {own}, but rank {rank} reports {other_message or other}.",
-                remedy="Pass the same sizes on every process.",
+                f"Rank {dist.get_rank()} has the axis sizes {own}, but rank {rank} reports: {other_message or other}.",
+                remedy="Pass the same axis sizes on every process.",
             )
     return RankGrid.from_sizes(shape, hosts=[host for *_, host in answers])
 
@@ -290,7 +290,7 @@ def _infer_missing_axis_sizes(axis_sizes: dict[str, int | None], world_size: int
         else:
             alternatives = " or ".join(f"{name}={n}" for n in divisors for name in passed)
         raise ConfigError(
-            f"{product} does not divide the number of processes, {world_size}.",
+            f"The number of processes, {world_size}, is not divisible by {product}.",
             remedy=f"Use {alternatives}, or start a multiple of {known} processes.",
         )
     if tensor is None:
@@ -302,7 +302,7 @@ def _infer_missing_axis_sizes(axis_sizes: dict[str, int | None], world_size: int
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         product = _format_size_product(shown)
         raise ConfigError(
-            f"{product} does not equal the number of processes, {world_size}.",
+            f"The axis sizes {product} require {needed} processes, but the world size is {world_size}.",
             remedy=f"Omit one of the sizes to infer it, or start {needed} processes.",
         )
     return resolved

@@ -1,4 +1,4 @@
-"""Arrange the tensor parallel ranks in rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
+"""Arrange tensor parallel ranks in rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
 
 Axes that shard each dimension:
 
@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Row, column and depth axes of the grid for 2D, 2.5D and 3D tensor parallelism.
+    """Row, column and depth axes for 2D, 2.5D and 3D tensor parallelism.
 
     Args:
         whole: all ranks of the grid.
@@ -73,7 +73,7 @@ class TensorGrid:
 
 
 def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
-    """Compute the shape (rows, columns, depth) of a tensor parallel grid from its mode and its number of ranks.
+    """Compute the rows, columns and depth of a tensor parallel grid.
 
     A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
     not fit the mode.
@@ -128,13 +128,13 @@ def compute_grid_shape(mode: str, grid_size: int | Sequence[int], depth: int | N
     if not sides:
         raise ConfigError(
             f"tensor_parallel_mode='2.5d' cannot arrange tensor={grid_size} ranks in equal squares.",
-            remedy="Pass the numbers of rows, columns and layers, such as tensor=(2, 2, 2).",
+            remedy="Pass the numbers of rows, columns and squares, such as tensor=(2, 2, 2).",
         )
     return sides[0], sides[0], grid_size // sides[0] ** 2
 
 
 def reshape_tensor_axis_by_mode(context: ParallelContext, mode: str) -> ParallelContext:
-    """Reshape the tensor axis of the mesh into row, column and depth axes. All processes must call this function.
+    """Split the tensor axis into row, column and depth axes. All processes must call this function.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
@@ -152,7 +152,7 @@ def _factor_into_near_square(size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GridShards:
-    """Shards of activations and weights that one rank of a tensor parallel grid stores.
+    """Shards of activations and weights on one rank of a tensor parallel grid.
 
     A shard is written as "number/count", counted from 1, or as "all".
 
@@ -188,7 +188,7 @@ def describe_grid_shards(mode: str, grid_size: int | tuple[int, ...]) -> list[Gr
 
 
 def compare_comm_volume_with_1d(mode: str, grid_size: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """Compare how many elements a rank sends per layer in 1D tensor parallelism and on a grid.
+    """Compare the communication volume per layer of a tensor parallel grid and of 1D tensor parallelism.
 
     Counts the forward and backward pass of a layer with N tokens, H hidden features, W weights, V features inside its
     blocks, and E features at the end of its blocks.
@@ -211,7 +211,7 @@ def compare_comm_volume_with_1d(mode: str, grid_size: int | tuple[int, ...]) -> 
 
 
 def summarize_grid(grid: TensorGrid) -> str:
-    """Describe in words which shards each rank of a grid stores and how many elements it sends per layer."""
+    """Summarize the shards and the communication volume of a tensor parallel grid in words."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = compare_comm_volume_with_1d(grid.mode, sizes)
     widths = ", V features inside its blocks and E features at their ends" if "V" in own else ""

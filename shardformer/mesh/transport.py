@@ -1,4 +1,4 @@
-"""Interface for communication between the ranks of a mesh axis, and the log of collectives.
+"""Interface for communication between ranks, and the log of collectives.
 
 ``wire_bytes`` is the number of bytes that all R ranks of a group send together under a bandwidth-optimal algorithm,
 for a full tensor of S bytes:
@@ -33,7 +33,7 @@ WIRE_FACTOR = {
 
 
 class CollectiveCallSite(NamedTuple):
-    """Location of a collective: the module and the pipeline action that started it. Unknown parts are empty."""
+    """Module and pipeline action that started a collective. Unknown parts are empty."""
 
     module: str = ""
     action: str = ""
@@ -44,7 +44,7 @@ NO_CALL_SITE = CollectiveCallSite()
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """Record of one collective, such as an all-reduce, with its axis, purpose, size in bytes and call site."""
+    """Record of one collective, with its axis, purpose, size in bytes and call site."""
 
     op: str
     axis: str
@@ -55,12 +55,12 @@ class CollectiveRecord:
 
     @property
     def wire_bytes(self) -> int:
-        """Total number of bytes that all ranks of the group send."""
+        """Number of bytes that all ranks of the group send in total."""
         return self.payload_bytes * WIRE_FACTOR[self.op] * (self.ranks - 1)
 
 
 class CollectiveEvent(NamedTuple):
-    """Log entry for the start of a collective or for the wait for its result.
+    """Log entry for the start of a collective, or for the wait for its result.
 
     ``kind`` is "start" or "wait". Both events have the same ``collective`` object.
     """
@@ -71,7 +71,7 @@ class CollectiveEvent(NamedTuple):
 
 @dataclass(eq=False)
 class CollectiveLog:
-    """Log of the collectives that this process has started. ``CollectiveRecorder`` reads the log.
+    """Log of the collectives that this process has started, read by ``CollectiveRecorder``.
 
     Args:
         calls: collectives in the order of their start. Only the sender logs a message.
@@ -97,7 +97,7 @@ class CollectiveLog:
     def temporarily_set_call_site(
         self, *, module_path: str | None = None, pipeline_action: str | None = None
     ) -> Iterator[None]:
-        """Record the module path or pipeline action for all collectives that start in the ``with`` block."""
+        """Set the module path or pipeline action of all collectives started in the ``with`` block."""
         before = self.where
         self.where = CollectiveCallSite(
             before.module if module_path is None else module_path,
@@ -123,14 +123,14 @@ class Work(Protocol):
 
 
 class CollectiveAnnouncement(NamedTuple):
-    """Announcement of one rank to the others that it has reached a collective call."""
+    """Announcement by a rank that it has reached a collective call."""
 
     call_name: str
     is_step: bool  # whether the ranks compare numbers at this call
 
 
 class PeerCollectiveStatus(NamedTuple):
-    """Collective calls that the ranks have announced, and the status of the ranks that are missing.
+    """Collective calls announced by the ranks, and the status of missing ranks.
 
     Args:
         calls: the call of each rank in order, or None for a rank that did not arrive.
@@ -142,22 +142,22 @@ class PeerCollectiveStatus(NamedTuple):
 
 
 class World(Protocol):
-    """Interface of the processes or threads that are the ranks of a mesh. It connects them by transports."""
+    """Interface of the processes or threads that run the ranks of a mesh."""
 
     @property
     def store(self) -> Store | None:
-        """Key-value store of the launcher, or None. Processes use it before their first collective."""
+        """Key-value store of the launcher, or None without a launcher."""
 
     @property
     def thread(self) -> threading.Thread | None:
         """Thread that runs this rank, or None if the rank is a process."""
 
     def create_transport(self, rank_groups: RankGroups) -> Transport:
-        """Create a ``Transport`` for each group of ranks, and return the one for this rank's group."""
+        """Create a ``Transport`` for each rank group, and return this rank's."""
 
 
 class Transport(Protocol):
-    """Interface for sending tensors and objects between the ranks of one axis.
+    """Interface for communication between the ranks of one axis.
 
     ``to`` and ``source`` are ranks on that axis.
 
@@ -170,25 +170,25 @@ class Transport(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group of torch.distributed that sends the messages, or None without process groups."""
+        """torch.distributed process group, or None if the ranks communicate without one."""
 
     def is_direct_exchange_faster(self, tensor: Tensor) -> bool:
-        """Return whether ``exchange`` gathers and scatters tensors like ``tensor`` faster than the collectives do."""
+        """Return whether ``exchange`` is faster than the collectives for a gather or scatter of this tensor."""
 
     def has_serialized_sends(self, device: torch.device) -> bool:
-        """Return whether two ranks can send each other only one message at a time, as with NCCL."""
+        """Return whether messages between two ranks are sent one at a time, as with NCCL."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """Reduce ``tensor`` in place over all ranks, with the operation "sum" or "max"."""
+        """All-reduce ``tensor`` in place with the operation "sum" or "max"."""
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
-        """Concatenate the input tensors of all ranks along dim 0 into ``output_tensor``. Their shapes must be equal."""
+        """All-gather equally shaped tensors along dim 0 into ``output_tensor``."""
 
     def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor) -> Work:
-        """Sum ``input_tensor`` over all ranks, and write this rank's equal chunk along dim 0 to ``output_tensor``."""
+        """Sum ``input_tensor`` over all ranks, and write one equal chunk per rank to ``output_tensor``."""
 
     def exchange(self, send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Send and receive tensors, which are passed as dicts from rank to tensor. Empty tensors are not sent."""
+        """Send and receive one tensor per rank. Empty tensors are not sent."""
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Send a tensor to a rank. Messages to the same rank with the same tag arrive in order."""
@@ -196,16 +196,16 @@ class Transport(Protocol):
     def receive(self, recv_buffer: Tensor, src: int, tag: int) -> Work: ...
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy the values of ``tensor`` on rank ``src`` to all other ranks."""
+        """Broadcast ``tensor`` from rank ``src`` to all other ranks, in place."""
 
     def broadcast_object(self, local_object: Any, src: int) -> Any:
-        """Send ``local_object`` of rank ``src`` to all ranks, and return it. The object must be picklable."""
+        """Broadcast a picklable object from rank ``src``, and return it on every rank."""
 
     def all_gather_objects(self, local_object: Any) -> list[Any]:
-        """Gather one picklable object from each rank, and return the objects in rank order."""
+        """All-gather one picklable object per rank, and return the objects in rank order."""
 
     def all_gather_ints(self, local_ints: Sequence[int]) -> list[list[int]]:
-        """Gather a list of integers from each rank, and return the lists in rank order. Their lengths must be equal.
+        """All-gather one list of integers per rank. All lists must have the same length.
 
         This is much faster than ``all_gather_objects``, and does not synchronize a device if host memory can be sent.
         """
@@ -220,7 +220,7 @@ class Transport(Protocol):
 
 
 class _UnavailableTransport:
-    """Transport of an axis that cannot communicate, because it has size 1 or no process groups."""
+    """Transport of an axis without communication, because it has size 1 or no process group."""
 
     world = group = None
 
@@ -228,8 +228,8 @@ class _UnavailableTransport:
         if name.startswith("__"):
             raise AttributeError(name)
         raise LaunchError(
-            f"{name} was called on a mesh axis that has no process group.",
-            remedy="Use the ParallelContext of launch_from_torch or shardformer.local_ranks.threads.run_as_threads.",
+            f"{name} was called on a mesh axis that has no process group, so the ranks cannot communicate.",
+            remedy="Create the context with launch_from_torch or shardformer.local_ranks.threads.run_as_threads.",
         )
 
 

@@ -196,7 +196,7 @@ def _allocate_storage(deferred_storage: DeferredStorage) -> UntypedStorage:
 
 
 def _convert_to_recorded_layout(result: Tensor, recorded_view: DeferredInitTensorView) -> UntypedStorage:
-    """Return the storage of a result, after converting it to the recorded strides and dtype."""
+    """Convert a result to the recorded strides and dtype, and return its storage."""
     if (result.stride(), result.storage_offset(), result.dtype) == (
         recorded_view.stride,
         recorded_view.offset,
@@ -214,7 +214,7 @@ def iter_random_init_steps(deferred_storage: DeferredStorage) -> Iterator[Record
 
 
 def fingerprint_init_recipe(deferred_storage: DeferredStorage) -> str:
-    """Return a text that identifies the recorded operations of a storage, except for random seeds."""
+    """Compute a fingerprint of the operations that initialize a storage, ignoring random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 

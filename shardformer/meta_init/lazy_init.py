@@ -76,7 +76,7 @@ DEVICE: Callable[[Tensor], torch.device] = getattr_static(Tensor, "device").__ge
 
 
 class ReportCpuDeviceMode(TorchFunctionMode):
-    """A function mode in which lazily built tensors report the CPU as their device."""
+    """Torch function mode in which lazily built tensors report the CPU as their device."""
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and get_deferred_storage(args[0]) is not None:
@@ -87,7 +87,7 @@ class ReportCpuDeviceMode(TorchFunctionMode):
 
 
 class InitRecorderMode(TorchDispatchMode):
-    """A dispatch mode that records operations on lazily built tensors, and runs all other operations normally.
+    """Torch dispatch mode that records operations on lazily built tensors and runs all others normally.
 
     Operations that need a value (``item()``, a comparison) compute it immediately. An operation that draws random
     numbers draws and discards them, so that later random numbers are unchanged.
@@ -194,7 +194,7 @@ class InitRecorderMode(TorchDispatchMode):
 
 
 class LazyInit(InitRecorderMode):
-    """A context that builds models without allocating weights: ``with LazyInit(): model = BertModel(config)``.
+    """Context manager that builds a model without allocating its weights.
 
     Parameters and floating-point buffers are created on the meta device, each with a recipe. ``shard_model`` or
     ``materialize`` computes the values later. They are bitwise identical to the values of a model that is built on the
@@ -236,7 +236,7 @@ def is_modified_outside_lazy_init(param: nn.Parameter) -> bool:
 
 
 class _ActiveLazyInitParams(threading.local):
-    """The parameters registered in each ``LazyInit`` context that is active in this thread."""
+    """Parameters that were registered in each active ``LazyInit`` context of this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
@@ -340,7 +340,7 @@ def _get_last_writer_steps(deferred_storages: Iterable[DeferredStorage]) -> tupl
 
 
 def _advance_generator(func: Any, step: RecordedInitStep, generator: Any, is_overwriting: bool) -> None:
-    """Advance a random generator as a recorded operation does, by running it and discarding the result."""
+    """Advance a random generator by running a recorded operation and discarding the result."""
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if is_overwriting else step.get_deferred_storages()
     probe = RecordedInitStep(func, step.args, {**step.kwargs, **given})
@@ -462,7 +462,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def get_lazy_init_notes(model: nn.Module) -> list[str]:
-    """Return notes about how the weights of a lazily built model were computed."""
+    """Describe how the weights of a lazily built model were computed, as lines of text."""
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 
@@ -558,13 +558,14 @@ def check_meta_tensors_can_be_computed(model: nn.Module) -> None:
     if empty:
         raise ConfigError(
             f"This {type(model).__name__} has tensors without values on the meta device, such as {empty[0]!r}.",
-            remedy="Build the model inside `with LazyInit():` instead of torch.device('meta'), or load it with "
-            "shardformer.from_pretrained. Call .to() and .half() inside the block.",
+            remedy="Build the model inside `with LazyInit():`, where you must also call .to() and .half(), or load it "
+            "with shardformer.from_pretrained.",
         )
     changed = [name for name, p in model.named_parameters() if is_modified_outside_lazy_init(p)]
     if changed:
         raise ConfigError(
-            f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended.",
+            f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended, "
+            "so the change was not recorded.",
             remedy="Modify weights inside the `with LazyInit():` block, or after calling shard_model or materialize.",
         )
     for file in find_weight_files(model):

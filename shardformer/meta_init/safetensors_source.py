@@ -89,7 +89,7 @@ class SafetensorsFile:
         raise ConfigError(
             f"The weight file {self.path!r} changed or became unreadable since it was loaded: {problem}.",
             remedy="Load the model again, and do not change the file before you shard or materialize the model. If "
-            "it is only rewritten with the same bytes, use from_pretrained(..., all_bytes=True).",
+            "the file is only rewritten with the same bytes, use from_pretrained(..., all_bytes=True).",
         ) from cause
 
 
@@ -163,17 +163,17 @@ class SafetensorsTensorReader:
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"The tensor {self.key!r} can no longer be read from {self.file.path!r}: {error}.",
-                remedy="Shard or materialize the model before you move or rewrite its files.",
+                remedy="Shard or materialize the model before you move or rewrite its weight files.",
             ) from error
         return value
 
     def __str__(self) -> str:
-        """Return a text that is the same on two ranks if both read the same tensor from equal files."""
+        """Return a description that is identical on ranks that read the same tensor from identical files."""
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 
 def load_safetensors_lazily(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file as meta tensors, whose values are read from the file on demand.
+    """Load the tensors of a safetensors file as meta tensors, whose values are read on demand.
 
     Args:
         all_bytes: whether to compare all bytes of the file between ranks instead of samples.

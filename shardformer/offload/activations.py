@@ -50,7 +50,7 @@ PURPOSE = "activations"
 
 
 def get_partition_num_bytes(full_num_bytes: int, axis: Axis) -> int:
-    """Return the size of each rank's shard of a saved tensor of ``full_num_bytes`` bytes."""
+    """Compute the bytes of each rank's shard of a saved tensor, including padding."""
     return -(-full_num_bytes // axis.size)
 
 
@@ -103,7 +103,7 @@ StorageKey = tuple[int, int]
 
 
 class ActivationStore:
-    """A store for the activations that a model saves for its backward pass, on the host or sharded over ranks.
+    """Keeps a model's saved activations on the host or sharded over ranks until the backward pass.
 
     Created by ``offload_activations``.
 
@@ -252,7 +252,7 @@ class ActivationStore:
         return SavedTensorHandle(stored, self._graph, tensor)
 
     def _shard_layer_input(self, saved_storage: SavedTensorStorage, layer_name: str) -> None:
-        """Replace the saved input of a layer with this rank's shard of it."""
+        """Replace a saved layer input with this rank's shard."""
         assert self._axis is not None and saved_storage.data is not None
         with torch.no_grad():
             saved_storage.data, saved_storage.number = get_local_partition_and_checksum(saved_storage.data, self._axis)
@@ -346,7 +346,7 @@ class ActivationStore:
         self._fetched.add(saved_storage)
 
     def _gather_full_input(self, saved_storage: SavedTensorStorage) -> Tensor:
-        """Return the full input of a layer, after an all-gather of its shards in the first call."""
+        """All-gather a sharded layer input on the first call, and return the full tensor."""
         if saved_storage.gathered is None:
             assert self._axis is not None and saved_storage.data is not None and saved_storage.number is not None
             with torch.no_grad():
@@ -473,7 +473,7 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     if STORE in model.__dict__:
         raise ConfigError(
             f"offload_activations was already called for this {type(model).__name__}.",
-            remedy="Call .remove() on the result of the first call before you call offload_activations again.",
+            remedy="Call remove() on the result of the first call before you call offload_activations again.",
         )
     axis = get_or_build_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _find_layers_with_replicated_inputs(model, to) if axis is not None else {}
@@ -513,7 +513,7 @@ def _register_layer_input(store: ActivationStore, module_path: str, layer: nn.Mo
 
 
 def _find_layers_with_replicated_inputs(model: nn.Module, offload_target: str) -> dict[str, nn.Module]:
-    """Return the layers whose hidden states are identical on all tensor ranks, by module path."""
+    """Find the layers whose hidden states are replicated over tensor ranks, by module path."""
     layers, sharded_layout = dict[str, nn.Module](), ""
     for module, state in _find_sharded_models(model):
         policy: Any = state.request.policy

@@ -190,7 +190,7 @@ class OffloadFileLayout:
         return sum(round_up_to_block_size(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def split_buffer(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors of a shard as views of the bytes that were read from the file."""
+        """Split the bytes of a shard that were read from the file into tensors."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
@@ -299,7 +299,7 @@ class DiskShard(HostOffloadedShard):
         return True
 
     def evict(self) -> None:
-        """Write the updated tensors to the file in the background, next to the previous version, and free them."""
+        """Write the updated tensors to the file in the background without overwriting the previous version."""
         self.wait_for_copies()
         record, tensors = self._get_layout_and_tensors()
         try:

@@ -29,7 +29,7 @@ MAX_LOGGED_COPIES = 4096
 
 @dataclass(frozen=True)
 class CompletedHostDeviceCopy:
-    """The direction, size, begin time and end time of a completed copy between host and device.
+    """Record of a completed copy between host and device, with its direction, size and times.
 
     Times are in seconds of ``time.perf_counter``. On a GPU, ``start_time`` is 0, because GPU events have no common
     clock with the host.
@@ -200,8 +200,8 @@ class OffloadConfig:
             self.to in (None, TO_CPU) or (isinstance(self.to, str) and self.to.startswith(TO_NVME) and self.folder)
         ):
             raise ConfigError(
-                f"offload={self.to!r} is not supported.",
-                remedy="Use offload='cpu', or 'nvme:' followed by a directory, such as offload='nvme:/scratch'.",
+                f"offload={self.to!r} is neither 'cpu' nor 'nvme:' followed by a directory.",
+                remedy="Use offload='cpu', or a directory for files, such as offload='nvme:/scratch'.",
             )
         if share != FREE_MEMORY and not is_share:
             raise ConfigError(
@@ -257,7 +257,7 @@ class HostOffloadManager:
         return copy
 
     def create_shard(self, numel: int, dtype: torch.dtype) -> HostOffloadedShard:
-        """Allocate host memory for the master weights and gradients of a shard, as a ``HostOffloadedShard``."""
+        """Allocate host memory for a shard's master weights and gradients."""
         return HostOffloadedShard(self, numel, dtype)
 
     @contextmanager
@@ -360,7 +360,6 @@ class HostOffloadedShard(MasterWeightStore):
         return self._sum if self._has_sum else None
 
     def clear_grads(self) -> None:
-        """Discard the accumulated gradients of this shard."""
         self._accumulate_copied_grads()
         self._has_sum = False
 

@@ -1,4 +1,4 @@
-"""Nestable hooks for the tensors that autograd saves, and counters of the memory of these tensors.
+"""Nestable hooks for the tensors that autograd saves, and counters of their memory.
 
 torch calls only the innermost pair of ``saved_tensors_hooks``. Here, all pairs are called in turn until one accepts the
 tensor. If no pair accepts a tensor, it is saved with its version, as autograd does.
@@ -82,7 +82,7 @@ class SavedTensorHooks:
 
 
 def has_external_saved_tensor_hooks() -> bool:
-    """Return whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
+    """Return whether saved-tensor hooks of other code, such as activation checkpointing, are active."""
     top = torch_compat.get_innermost_saved_tensors_hooks()
     return top is not None and _get_hook_pair_owner(top) is None
 
@@ -218,12 +218,12 @@ class SavedTensorStorage:
         self.add_device_bytes(ON_DEVICE, self.size)
 
     def add_device_bytes(self, memory_kind: str, num_bytes: int) -> None:
-        """Count ``num_bytes`` more bytes on the device as ``memory_kind``, for this storage and for the model."""
+        """Add ``num_bytes`` to the device memory that is counted as ``memory_kind``."""
         self._counted[memory_kind] += num_bytes
         self.counter.add_device_bytes(memory_kind, num_bytes)
 
     def set_memory_kind(self, memory_kind: str) -> None:
-        """Change how the bytes on the device are counted, for example as being copied to the host."""
+        """Count this storage's device bytes as another kind, for example as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.add_device_bytes(was, -self._counted[was])
@@ -266,7 +266,7 @@ class SavedTensorHandle:
         saved_storage.unread_handles.add(id(self))
 
     def restore_tensor(self, storage: Tensor, base_offset: int) -> Tensor:
-        """Restore the saved tensor as a view of a copy of its storage, which begins at byte ``base_offset``."""
+        """Restore the saved tensor as a view of a copy of its storage from byte ``base_offset`` on."""
         out = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (self.offset - base_offset) // out.element_size()
         return out.set_(storage.untyped_storage(), offset, self.shape, self.stride)
@@ -276,7 +276,7 @@ class SavedTensorHandle:
 
 
 def get_byte_range_in_storage(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of bytes (start, end) that a tensor uses in its storage."""
+    """Compute the range of bytes (start, end) that a tensor uses in its storage."""
     start = int(tensor.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -52,7 +52,7 @@ SAMPLES_PER_PART = 2
 
 
 def gather_over_data(x: Tensor, context: ParallelContext) -> Tensor:
-    """All-gather a tensor over the data parallel ranks along dim 0, with gradients.
+    """All-gather a tensor along dim 0 over the data-parallel ranks, with support for autograd.
 
     Use this in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full
     batch, and the mean over data ranks has the same gradients as training on one device. Requires one micro-batch.
@@ -97,7 +97,7 @@ class _GatherSamples(Function):
 
 
 class SampleIndependenceTrialResult(IntEnum):
-    """The result of testing on one rank whether the loss compares the samples of a batch."""
+    """Outcome on one rank of a trial that detects contrastive losses, which compare samples with each other."""
 
     INDEPENDENT = 0
     INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself rejects it
@@ -107,13 +107,13 @@ class SampleIndependenceTrialResult(IntEnum):
 
 
 def merge_independence_trial_results(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
-    """Combine all ranks' tests of the loss function, or return None if randomness makes them inconclusive.
+    """Merge the outcomes of the contrastive-loss trial on all ranks. Returns None if random numbers affect them.
 
     A loss that is not repeatable and draws no random numbers reads samples of other data ranks, which differ between
     repetitions.
 
     Args:
-        rank_results: the finding of each rank, and whether it drew random numbers.
+        rank_results: the outcome of each rank, and whether it drew random numbers.
     """
     found = [finding for finding, _ in rank_results]
     if SampleIndependenceTrialResult.NOT_REPEATABLE not in found:
@@ -123,7 +123,7 @@ def merge_independence_trial_results(rank_results: Sequence[Sequence[int]]) -> l
 
 @dataclass(frozen=True)
 class SampleIndependenceTrial:
-    """Two groups of samples, run separately and as one batch to test whether the loss compares samples.
+    """Inputs of a trial that detects a contrastive loss by running two groups of samples separately and together.
 
     Args:
         parts: the two groups of samples, A and B.
@@ -140,7 +140,7 @@ class SampleIndependenceTrial:
     reject_unknown_counts: bool
 
     def get_trial_micro_batches(self, data_rank: int) -> list[Batch]:
-        """Return the six micro-batches whose losses show whether the loss compares samples.
+        """Return the six micro-batches to run in the trial, from which ``classify_losses`` detects a contrastive loss.
 
         They are A, B, A, B, AB, and again A on the first data rank or B on others. The first two have weighted losses.
         """
@@ -149,7 +149,7 @@ class SampleIndependenceTrial:
     def classify_losses(
         self, trial_losses: Sequence[float], *, data_rank: int, eps: float
     ) -> SampleIndependenceTrialResult:
-        """Decide from the losses of the micro-batches whether the loss function compares samples.
+        """Detect a contrastive loss by comparing the losses of the micro-batches in the trial.
 
         Args:
             trial_losses: weighted A plus weighted B, A, B, AB, and the repetition.
@@ -185,7 +185,7 @@ def make_loss_trial(
     weight_by_label_counts: bool,
     reject_unknown_counts: bool,
 ) -> SampleIndependenceTrial | None:
-    """Create a trial from the first samples of a batch, or return None if the batch cannot be split.
+    """Create a contrastive-loss trial from the first samples of a batch, or return None if it cannot be split.
 
     Args:
         main_input_name, special_token_ids: as in ``split_batch``.
@@ -214,7 +214,7 @@ def make_loss_trial(
 
 
 class SampleIndependenceTrialOutputs(LastStageOutputs):
-    """Collects the losses of a ``SampleIndependenceTrial``, and ignores errors of the loss function."""
+    """Collects the micro-batch losses of a contrastive-loss trial, and ignores errors of the loss function."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class SampleIndependenceTrialOutputs(LastStageOutputs):
             self.stop_recording_loss_calls()
 
     def get_trial_losses(self) -> list[float]:
-        """Return the collected losses in the order that ``SampleIndependenceTrial.classify_losses`` expects."""
+        """Return the losses of the trial in the order that ``SampleIndependenceTrial.classify_losses`` expects."""
         try:
             if self._trial_weights is not None:
                 self._trial_weights.run_deferred_checks()
@@ -265,7 +265,7 @@ class SampleIndependenceTrialOutputs(LastStageOutputs):
 
 
 class _DeferredErrorLossScaler(MicroBatchLossScaler):
-    """Scales the losses of micro-batches, and defers errors to the end of the model's forward pass."""
+    """Scales micro-batch losses, and raises errors only after the model's forward pass has finished."""
 
     _first_error: Exception | None = None
 
@@ -287,7 +287,7 @@ class _DeferredErrorLossScaler(MicroBatchLossScaler):
 
 @contextmanager
 def restore_model_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """Restore the random state, buffers and attributes of a model after the ``with`` block.
+    """Save a model's buffers, attributes and random state, and restore them after the ``with`` block.
 
     Disables the forward hooks that the user registered. Yields a list, which on exit contains the modules that wrote to
     their buffers.
@@ -322,7 +322,7 @@ def restore_model_after_trial(model: nn.Module, device: torch.device) -> Iterato
 
 
 def _is_user_hook(hook: Any) -> bool:
-    """Return whether a hook is defined in the user's code and not in a library."""
+    """Return whether a hook is defined in the user's code, not in a library."""
     while isinstance(hook, partial):
         hook = hook.func
     package, root = (str(name).partition(".")[0] for name in (__name__, getattr(hook, "__module__", "")))
@@ -331,11 +331,11 @@ def _is_user_hook(hook: Any) -> bool:
 
 
 def warn_about_batch_norm_statistics(batch_division: str) -> None:
-    """Warn that BatchNorm computes separate statistics for each part of a batch."""
+    """Warn that BatchNorm computes separate statistics for each micro-batch and data-parallel rank."""
     warnings.warn(
-        f"The batch is divided {batch_division}, so BatchNorm normalizes each part separately. To get the results of "
-        "one device, use GroupNorm, put BatchNorm into eval mode, or use torch.nn.SyncBatchNorm with one "
-        "micro-batch. See docs/engine.md",
+        f"The batch is split {batch_division}, and BatchNorm computes separate statistics for each part. To get the "
+        "same results as on one device, use GroupNorm, or torch.nn.SyncBatchNorm with one micro-batch. See "
+        "docs/engine.md",
         stacklevel=3,
     )
 
@@ -347,11 +347,11 @@ def check_loss_trial_results(
     allow_gather: bool,
     is_only_batch_norm: bool,
 ) -> None:
-    """Raise ConfigError or warn if the loss compares samples in different micro-batches or on different data ranks.
+    """Raise ConfigError or warn if the loss is contrastive, but the batch is split over micro-batches or ranks.
 
     Args:
-        trial_results: findings of all ranks.
-        batch_division: how the batch is divided, as part of a sentence.
+        trial_results: outcomes of the trial on all ranks.
+        batch_division: how the batch is split, as part of a sentence.
         require_exact_loss: whether the loss must equal that of the full batch: the user did not choose a mean of the
             parts.
         allow_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
@@ -364,20 +364,19 @@ def check_loss_trial_results(
         warn_about_batch_norm_statistics(batch_division)
     if is_only_batch_norm:
         return
-    how = "the loss of four samples differs from the losses of two and two"
+    how = "computing the samples in one batch or in two gives different losses"
     if is_gathered:
-        how = "it gathers samples of other data ranks, but a micro-batch contains only some of them"
+        how = "it gathers samples from other data-parallel ranks"
     if require_exact_loss:
         raise ConfigError(
-            f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
-            f"{batch_division}.",
+            f"The loss compares the samples of a batch with each other ({how}), as a contrastive loss does. The batch "
+            f"is split {batch_division}, so samples in different parts would not be compared.",
             remedy="Use one micro-batch, and call gather_over_data in loss_fn. To average the losses of the parts "
-            "instead, pass loss_weight or, for data-parallel ranks, "
-            "ParallelConfig(average_loss_over='ranks').",
+            "instead, pass loss_weight or, for data-parallel ranks, ParallelConfig(average_loss_over='ranks').",
         )
     warnings.warn(
-        f"The loss compares the samples of a batch with each other ({how}), but the batch is divided "
-        f"{batch_division}, so the results differ from training on one device. Use one micro-batch, and call "
+        f"The loss compares the samples of a batch with each other ({how}), as a contrastive loss does. The batch is "
+        f"split {batch_division}, so the results differ from training on one device. Use one micro-batch, and call "
         "shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
         stacklevel=2,
     )

@@ -26,7 +26,7 @@ Record = TypeVar("Record", bound=Any)
 
 
 def prepend_path_to_fields(dataclass_instance: Record, path_prefix: str, *field_names: str) -> Record:
-    """Prepend ``path_prefix`` to the module paths in some fields of a dataclass, and return the copy.
+    """Copy a dataclass, with ``path_prefix`` prepended to the module paths in the fields ``field_names``.
 
     Removes a trailing ``?`` from these paths.
     """
@@ -53,7 +53,7 @@ def _prepend_path(path_prefix: str, paths: Any) -> Any:
 )
 @dataclass(frozen=True, kw_only=True)
 class PipelineHints:
-    """Assigns embeddings, heads and other modules outside the layers to pipeline stages.
+    """Assignment of embeddings, heads and other modules outside the layers to pipeline stages.
 
     Args:
         with_first_layer, with_last_layer: paths of modules that belong to the first or the last layer of the stack.
@@ -71,7 +71,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Replace ``num_outputs=None`` with the number of values that a layer returns, and return the hints."""
+        """Return a copy in which ``num_outputs=None`` is replaced with the number of values that a layer returns."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -116,7 +116,7 @@ class SequenceParallelHints:
 
 @dataclass(frozen=True)
 class LayerStackDescription:
-    """Describes consecutive layers of a model, such as a decoder, for pipeline and sequence parallelism.
+    """Describes a list of consecutive layers, such as a decoder, for pipeline and sequence parallelism.
 
     Args:
         layers: path of the ModuleList.
@@ -140,7 +140,7 @@ class LayerStackDescription:
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def with_path_prefix(self, path_prefix: str) -> LayerStackDescription:
-        """Return a copy with ``path_prefix`` prepended to all paths, for a model that is part of a larger model."""
+        """Return a copy with ``path_prefix`` prepended to all module paths, for a model inside a larger model."""
         own = prepend_path_to_fields(self, path_prefix, "layers", "final_norm", "layer_calls")
         stages = prepend_path_to_fields(
             self.stages, path_prefix, "with_first_layer", "with_last_layer", "on_every_stage"
@@ -149,12 +149,9 @@ class LayerStackDescription:
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, model_layout: ActivationLayout) -> ActivationLayout:
-        """Return how the activations of these layers are sharded.
+        """Derive the activation layout of these layers from the layout of the whole model.
 
-        If the stack needs full sequences, this omits sequence sharding that starts at a stack.
-
-        Args:
-            model_layout: layout of the activations of the model.
+        If these layers need full sequences, this omits sequence sharding that starts at a stack of layers.
         """
         unsharded = Dim.SEQUENCE if self.whole_sequence else None
         shards = [x for x in model_layout.shards if x.begin is ShardedFrom.INPUTS or x.dim is not unsharded]
@@ -167,7 +164,7 @@ class LayerStackDescription:
 
 
 def _get_layer_paths(layers: nn.Module, module_list_path: str) -> tuple[str, ...]:
-    """Return the path of each layer in a ModuleList. A layer that occurs twice has the path of its first occurrence."""
+    """List the module paths of the layers in a ModuleList. A layer that occurs twice has its first path twice."""
     first: dict[int, str] = {}
     return tuple(
         first.setdefault(id(m), f"{module_list_path}.{name}") for name, m in layers._modules.items() if m is not None
@@ -180,13 +177,13 @@ LayerRange = range
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """All layers of a model, such as those of an encoder and a decoder, in execution order."""
+    """All layers of a model in execution order, for example the encoder layers followed by the decoder layers."""
 
     stacks: tuple[LayerStackDescription, ...]
 
     @classmethod
     def from_stacks(cls, model: nn.Module, stacks: Sequence[LayerStackDescription]) -> LayerSequence:
-        """Combine encoder, decoder and other stacks of layers into one sequence. Stacks without layers are ignored."""
+        """Concatenate the layers of the encoder, decoder and other stacks in execution order. Ignores empty stacks."""
         found = []
         for at, stack in enumerate(stacks):
             layers = _get_layer_paths(model.get_submodule(stack.layers), stack.layers)
@@ -200,15 +197,15 @@ class LayerSequence:
 
     @property
     def stack_start_indices(self) -> tuple[int, ...]:
-        """The index at which each stack of layers, such as encoder or decoder, begins."""
+        """Index of the first layer of each stack, such as encoder or decoder, in the full sequence of layers."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def find_stack_index(self, layer_index: int) -> int:
-        """Return the index of the stack, such as encoder or decoder, that contains layer number ``layer_index``."""
+        """Find the stack, such as encoder or decoder, that contains the layer at ``layer_index`` in the sequence."""
         return max(i for i, start in enumerate(self.stack_start_indices) if start <= layer_index)
 
     def get_received_activation_names(self, layer_index: int) -> tuple[str, ...]:
-        """Return the names of the activations that a pipeline stage receives if its first layer is ``layer_index``."""
+        """Return the names of the activations to send to the pipeline stage that starts at layer ``layer_index``."""
         if layer_index == 0:
             return ()
         index = self.find_stack_index(layer_index)
@@ -222,7 +219,7 @@ class LayerSequence:
 
 
 def map_tensors_to_layers(model: nn.Module, layer_sequence: LayerSequence) -> dict[str, frozenset[int]]:
-    """Map the name of each parameter and buffer to the indices of the layers that it belongs to.
+    """Map each parameter and buffer name to the indices of the layers that the tensor belongs to.
 
     Tensors inside a layer belong to every call of the layer. All other tensors belong to the first or last layer of a
     stack. Modules registered before a stack's first layer belong to that layer. Modules registered after it, or inside
@@ -236,7 +233,7 @@ def map_tensors_to_layers(model: nn.Module, layer_sequence: LayerSequence) -> di
 def map_tensor_names_to_stages(
     layer_indices_by_tensor_name: Mapping[str, frozenset[int]], stage_layer_ranges: Sequence[LayerRange]
 ) -> dict[str, frozenset[int]]:
-    """Map the name of each parameter and buffer to the virtual pipeline stages that store it."""
+    """Map each parameter and buffer name to the virtual pipeline stages that store the tensor."""
     return {
         name: frozenset(v for v, span in enumerate(stage_layer_ranges) if any(layer in span for layer in indices))
         for name, indices in layer_indices_by_tensor_name.items()
@@ -274,7 +271,7 @@ def _find_layer_indices_of_tensor(
 def _find_layer_for_tensor_outside_layers(
     tensor_name: str, layer_sequence: LayerSequence, registration_index_by_name: Mapping[str, int]
 ) -> int:
-    """Choose the layer whose pipeline stage stores a parameter outside the layers, by registration order."""
+    """Assign a parameter outside the layers, such as a head weight, to a layer by registration order."""
     starts = layer_sequence.stack_start_indices
     firsts = [
         min(at for n, at in registration_index_by_name.items() if _is_inside_module(n, s.layer_calls[0]))
@@ -301,16 +298,12 @@ def _is_inside_module(tensor_name: str, module_path: str) -> bool:
 
 
 def make_no_pipeline_layers_error(model: nn.Module, pipe_size: str, policy_notes: Sequence[str] = ()) -> ConfigError:
-    """Return the error for pipeline parallelism with a model whose policy describes no layers.
-
-    Args:
-        policy_notes: the reasons that the policy reports.
-    """
+    """Create the ConfigError for pipeline parallelism with a policy that does not describe any layers."""
     why = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
     return ConfigError(
-        f"pipe={pipe_size} requires a stack of layers, but the policy of {type(model).__name__} describes no "
-        f"stack{why}.",
-        remedy="Omit pipe, or describe the stack in a policy with Policy.stacks() or RolePolicy.stack.",
+        f"Pipeline parallelism (pipe={pipe_size}) requires a description of the model's layers, but the policy of "
+        f"{type(model).__name__} has none{why}.",
+        remedy="Omit pipe, or write a policy that describes the layers in Policy.stacks() or RolePolicy.stack.",
     )
 
 
@@ -321,7 +314,7 @@ MIN_COST = 1e-9
 def estimate_layer_costs(
     model: nn.Module, layer_sequence: LayerSequence, layer_indices_by_tensor_name: Mapping[str, frozenset[int]]
 ) -> list[float]:
-    """Estimate the cost of each layer by counting the weights that multiply each token.
+    """Estimate each layer's compute cost per token as the number of weights in its matrix products.
 
     Embedding lookups count as free. Modules before and after a stack count for its first and last layer.
     """
@@ -356,7 +349,7 @@ def measure_layer_costs(
     num_timed_runs: int,
     device: torch.device,
 ) -> list[float]:
-    """Measure the forward time of each layer in seconds, as the minimum over ``num_timed_runs`` runs.
+    """Measure each layer's forward time in seconds, as the minimum over ``num_timed_runs`` runs.
 
     The time between two layers counts for the second layer, and the time after the last layer for the last layer.
     """

@@ -61,7 +61,7 @@ PREFETCHED_MESSAGES = 4
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """The shape, dtype and sharding of a tensor that is sent between stages.
+    """Shape, dtype and sharding of a tensor that one pipeline stage sends to another.
 
     Args:
         requires_grad: whether the tensor needs a gradient.
@@ -83,7 +83,7 @@ TensorMetas = tuple[TensorMeta, ...]
 
 @dataclass
 class _PostedReceive:
-    """A message from another stage that is being received asynchronously.
+    """An asynchronous receive of one message from another pipeline stage.
 
     If the shapes are unknown, the receive of a header with the shapes is posted first.
     """
@@ -96,7 +96,7 @@ class _PostedReceive:
 
 @dataclass
 class _ReceiveQueue:
-    """The messages that this rank expects from another pipeline rank, in the order of sending."""
+    """Messages that this rank will receive from one other pipeline rank, in the order in which they are sent."""
 
     source: int
     expected: deque[PipelineAction]
@@ -133,7 +133,7 @@ class StageCommunicator:
         return self._point_to_point.axis.traffic
 
     def begin_step(self, schedule: PipelineSchedule, micro_batch_shape_keys: Sequence[Hashable]) -> None:
-        """Reset the message queues at the start of a training step.
+        """Reset the message queues at the start of a training or evaluation step.
 
         Args:
             micro_batch_shape_keys: one key per micro-batch. Micro-batches with equal activation shapes have equal keys.
@@ -160,8 +160,8 @@ class StageCommunicator:
             if self.known.setdefault(key, metas) != metas:
                 shapes, earlier = ([s.sizes for s in each] for each in (metas, self.known[key]))
                 raise InputError(
-                    f"A pipeline stage computed activations of shapes {shapes} and {earlier} from two micro-batches "
-                    "of the same shape.",
+                    f"Two micro-batches with inputs of the same shape have activations of different shapes, {earlier} "
+                    f"and {shapes}. The next pipeline stage expects equal shapes.",
                     remedy="Pad the inputs so that micro-batches of equal shape also have activations of equal shape.",
                 )
             parts = [t.detach() for t in parts]
@@ -192,7 +192,7 @@ class StageCommunicator:
             self._sent.popleft()
 
     def start_next_receives(self) -> None:
-        """Start receiving the next messages from all ranks, so that communication overlaps with computation."""
+        """Post receives for the next messages from all ranks, so that communication overlaps with computation."""
         for incoming in self._incoming.values():
             self._post_next_receives(incoming)
 
@@ -270,15 +270,15 @@ class StageCommunicator:
         return [self._gather_full_tensor(part, shape) for part, shape in zip(posted_receive.parts, metas, strict=True)]
 
     def _infer_tensor_metas_from_earlier_stage(self, receiver_stage: int, shape_key: Hashable) -> TensorMetas:
-        """Return the tensor shapes of the nearest earlier stage, for a rank that is traced without other ranks."""
+        """Take activation shapes from the nearest earlier stage if one rank is traced without the other ranks."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == shape_key and b <= receiver_stage}
         if not earlier:
             raise ConfigError(
                 f"Virtual stage {receiver_stage} cannot be traced, because the shapes of its input activations are "
                 "unknown.",
-                remedy="Trace stage 0 first with the same batch, and assign exchange.known of that pipeline to "
-                "exchange.given of this one.",
+                remedy="Trace stage 0 first with the same batch. Then assign pipeline.exchange.known of stage 0 to "
+                f"pipeline.exchange.given of stage {receiver_stage}.",
             )
         return earlier[max(earlier)]
 

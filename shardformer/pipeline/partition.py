@@ -41,7 +41,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
 
 
 def partition_balanced(layer_costs: Sequence[float], num_stages: int) -> list[int]:
-    """Return the stage bounds that make the most expensive pipeline stage as cheap as possible.
+    """Partition layers into pipeline stages so that the most expensive stage is as cheap as possible.
 
     Among equal partitions, this prefers even layer counts (the smallest sum of squares), then fewer layers in earlier
     stages, which keep more micro-batches in flight.
@@ -67,7 +67,7 @@ def partition_balanced(layer_costs: Sequence[float], num_stages: int) -> list[in
 
 
 def partition_uniform(num_layers: int, num_stages: int) -> list[int]:
-    """Return the stage bounds that distribute layers as evenly as possible over pipeline stages.
+    """Partition layers into pipeline stages whose layer counts are as equal as possible.
 
     Extra layers, if the number is not divisible, go to the middle stages: to later ones first, because earlier stages
     keep more micro-batches in flight. The next ones go to the first stage, which also computes the embedding, and then
@@ -90,7 +90,7 @@ def partition_uniform(num_layers: int, num_stages: int) -> list[int]:
 
 
 def partition_explicit(layer_counts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Convert the user's number of layers per stage to stage bounds.
+    """Convert user-specified layer counts per pipeline stage to stage boundaries.
 
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
@@ -104,22 +104,22 @@ def partition_explicit(layer_counts: Sequence[int], num_layers: int, num_stages:
     ]
     if len(layer_counts) != num_stages:
         raise ConfigError(
-            f"partition={layer_counts} must have one entry for each of the {num_stages} stages, but has "
-            f"{len(layer_counts)}.",
-            remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
+            f"partition={layer_counts} must have one layer count for each of the {num_stages} virtual pipeline stages, "
+            f"but has {len(layer_counts)}.",
+            remedy=f"Pass {num_stages} layer counts that sum to {num_layers}, such as {example}.",
         )
     for stage, count in enumerate(layer_counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"partition={layer_counts} assigns {count!r} layers to stage {stage}, but each stage must have at "
-                "least one.",
-                remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
+                "least one layer.",
+                remedy=f"Pass {num_stages} layer counts that sum to {num_layers}, such as {example}.",
             )
     total = sum(layer_counts)
     if total != num_layers:
         raise ConfigError(
             f"partition={layer_counts} assigns {total} layers, but the model has {num_layers}.",
-            remedy=f"Pass {num_stages} counts that sum to {num_layers}, such as {example}.",
+            remedy=f"Pass {num_stages} layer counts that sum to {num_layers}, such as {example}.",
         )
     return [0, *accumulate(layer_counts)]
 
@@ -141,7 +141,7 @@ def _check_layer_costs(layer_costs: Sequence[float]) -> None:
     for i, cost in enumerate(layer_costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"costs[{i}] must be finite and not negative, but got {cost}.",
+                f"layer_costs[{i}] must be finite and not negative, but got {cost}.",
                 remedy="Pass the time, FLOPs or parameter count of each layer, or the same cost for all layers.",
             )
 
@@ -160,7 +160,7 @@ def _find_best_partition_value(
     empty_partition_value: Any,
     add_stage_fn: Callable[[int, int, Any], Any],
 ) -> Any:
-    """Return the best value of any partition whose stages cost at most ``max_stage_cost``.
+    """Find the minimum value over all partitions in which every stage costs at most ``max_stage_cost``.
 
     Args:
         empty_partition_value: value of the empty partition.
@@ -183,5 +183,5 @@ def _find_best_partition_value(
             )
             for i in range(layers + 1)
         ]
-    assert best_from[0] is not None  # there are enough layers, and ``limit`` is reachable
+    assert best_from[0] is not None  # there are enough layers, and ``max_stage_cost`` is reachable
     return best_from[0]

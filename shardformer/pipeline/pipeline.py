@@ -65,12 +65,12 @@ def ensure_training_mode(model: nn.Module) -> nn.Module:
 
 
 def get_training_modes(model: nn.Module) -> dict[str, bool]:
-    """Return a dict that maps the path of each module to whether the module is in training mode."""
+    """Map the path of each module to the module's ``training`` flag."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_training_modes(model: nn.Module, training_modes: Mapping[str, bool]) -> None:
-    """Restore the training or eval mode of each module from a result of ``get_training_modes``."""
+    """Restore each module's ``training`` flag from the dict that ``get_training_modes`` returned."""
     modules = [(module, training_modes[path]) for path, module in model.named_modules() if path in training_modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -245,7 +245,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[PipelineTimingTrace]:
-        """Record when each forward and backward pass on this rank starts and ends in the ``with`` block."""
+        """Record the start and end of each forward and backward pass that this rank runs in the ``with`` block."""
         self._runtime.trace = PipelineTimingTrace()
         try:
             yield self._runtime.trace
@@ -313,11 +313,11 @@ class Pipeline:
                 name = path or type(self._model).__name__
                 raise ConfigError(
                     f"Pipeline parallelism does not support compiled modules, but {name} is compiled.",
-                    remedy="Compile submodules of each layer instead, for example layer.mlp.compile().",
+                    remedy="Set compile=True in ParallelConfig, or compile parts of layers, as in layer.mlp.compile().",
                 )
 
     def _check_same_batch_and_detect_randomness(self, batches: Sequence[Batch]) -> bool:
-        """Check that ranks received the same batch if the parallel layout requires it.
+        """Check that ranks that must share a batch received the same batch.
 
         Returns whether any of these ranks uses random numbers in training.
         """
@@ -334,7 +334,7 @@ class Pipeline:
     def _broadcast_loss_and_statistics(
         self, last_stage_outputs: LastStageOutputs, include_trial_flags: bool
     ) -> list[Tensor]:
-        """Broadcast the loss of a batch and statistics about it from the last pipeline stage to all stages.
+        """Broadcast the batch loss and its statistics from the last pipeline stage to all stages.
 
         The statistics are the mean of the loss factors, the mean of their squares, and two flags: whether a trial is
         needed, and whether the loss compares samples.
@@ -358,7 +358,7 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if include_trial_flags else found
 
     def _must_check_sample_independence(self, num_micro_batches: int, *, run_backward: bool) -> bool:
-        """Return whether this step must check that the loss does not compare samples.
+        """Return whether this step must check that the loss is not contrastive.
 
         An evaluation whose loss is not averaged over data ranks is not checked, because data ranks may run it
         independently.
@@ -372,7 +372,7 @@ class Pipeline:
         return self._loss_weight is None and (num_micro_batches > 1 or self._averages_tokens)
 
     def _needs_sample_independence_trial(self, last_stage_outputs: LastStageOutputs) -> bool:
-        """Return whether a test run of the loss is needed to detect comparisons between samples.
+        """Return whether a trial run of the loss is needed to detect a contrastive loss.
 
         With several stages, the last stage checks ``loss_fn`` without a trial.
         """
@@ -387,13 +387,13 @@ class Pipeline:
     def _check_samples_are_independent(
         self, batches: Sequence[Batch], num_micro_batches: int, needs_trial: bool, does_loss_compare_samples: bool
     ) -> None:
-        """Raise ConfigError or warn if the loss compares samples that are in different parts of the batch.
+        """Raise ConfigError or warn if the loss is contrastive, but the batch is split over micro-batches or ranks.
 
         Communicates a few numbers per rank if a trial is needed.
         """
         size, mode = self._context.data.size, self._model.training
         divisions = [f"into {num_micro_batches} micro-batches"] * (num_micro_batches > 1) + [
-            f"over {size} data ranks"
+            f"over {size} data-parallel ranks"
         ] * (size > 1)
         findings: Sequence[int] | None = [SampleIndependenceTrialResult.COMPARES] if does_loss_compare_samples else []
         is_exact, only_normalizes = self._requires_exact_loss(num_micro_batches), False
@@ -422,9 +422,9 @@ class Pipeline:
     def _run_loss_trial_on_all_ranks(
         self, loss_trial: SampleIndependenceTrial | None
     ) -> tuple[Sequence[int] | None, list[nn.Module]]:
-        """Test the loss function on all ranks, and return the results and the modules that wrote to buffers.
+        """Run the contrastive-loss trial on all ranks. Returns the outcomes and the modules that wrote to buffers.
 
-        The results are None if the loss is random.
+        The outcomes are None if the loss is random.
         """
         world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in collectives.all_gather_ints([loss_trial is not None], world)):
@@ -469,7 +469,7 @@ class Pipeline:
         )
 
     def _may_use_random_numbers(self) -> bool:
-        """Return whether layers on this rank may use random numbers in training, such as for dropout.
+        """Return whether layers on this rank may draw random numbers in training, for example for dropout.
 
         Ranks of a stage may return different values if another thread draws numbers.
         ``_check_same_batch_and_detect_randomness`` combines them.
@@ -570,7 +570,7 @@ class Pipeline:
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
     def _update_placeholder_dtypes(self, dtype_hash_by_stage: tuple[int, ...]) -> None:
-        """Update the dtypes of parameter placeholders after another pipeline stage converted its parameters.
+        """Update the dtypes of parameter placeholders after another pipeline stage cast its parameters.
 
         Raises InputError on all stages if two stages store the same parameter in different dtypes.
         """
@@ -584,14 +584,15 @@ class Pipeline:
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
-                        f"The parameter {first} has dtype {before} on stage {other}, but {dtype} on stage {stage}.",
-                        remedy="Convert the whole model with model.to(dtype), or convert the parameter on both stages.",
+                        f"The parameter {first} has dtype {before} on pipeline stage {other}, but {dtype} on pipeline "
+                        f"stage {stage}.",
+                        remedy="Call model.to(dtype) on all ranks, or cast the parameter on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = dtype_hash_by_stage
 
     def _mask_allowed_differences(self, values_by_stage: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Remove the allowed differences from values that must be equal on all pipeline stages."""
+        """Overwrite values that are allowed to differ between pipeline stages, before all values are compared."""
         rows = [list(row) for row in values_by_stage]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
@@ -632,7 +633,7 @@ def _get_batch_shapes_and_dtypes(micro_batch: Batch) -> Hashable:
 
 
 def _hash_repr(python_object: Any) -> int:
-    """Return a hash of ``repr(value)`` that is the same in every process."""
+    """Hash an object's ``repr``, with the same result in every process."""
     return int.from_bytes(hashlib.sha256(repr(python_object).encode()).digest()[:7], "big")
 
 
@@ -654,21 +655,20 @@ def _make_stage_mismatch_error(values_by_stage: Sequence[Sequence[int]], axis: A
     if value in OPTIMIZER_VALUES:
         ranks, compared = (axis.ranks[0], axis.ranks[other]), COMPARED_VALUES[value]
         numbers = f" ({first} and {second})" if value == "steps" else ""
-        places = f"Ranks {ranks[0]} and {ranks[1]} (stages 0 and {other} of {axis.size})"
         return InputError(
-            f"{places} have diverged: they have different {compared.value_name}{numbers}.",
+            f"Ranks {ranks[0]} and {ranks[1]} (stages 0 and {other} of {axis.size}) have diverged: they have different "
+            f"{compared.value_name}{numbers}.",
             rule=compared.rule,
             remedy=compared.remedy,
         )
     return InputError(
-        f"Stages 0 and {other} of {axis.size} received different {value}.",
+        f"Pipeline stages 0 and {other} of {axis.size} received different {value}.",
         remedy="Make the same calls with the same batch on all stages of a data rank. Select the batch by "
         "context.data.rank, not by the world rank.",
     )
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a BatchNorm layer."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
@@ -677,7 +677,7 @@ def _check_loss_factors_equal_over_ranks(mean_factor: Tensor, mean_square_factor
         mean_square_factor - mean_factor.square() <= 1e-11 * mean_square_factor
     ):
         raise make_unsupported_loss_error(
-            "The model multiplies its mean losses by different factors on different data-parallel ranks."
+            "The factor by which the model multiplies its mean loss differs between data-parallel ranks."
         )
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, InputError, LaunchError
+from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError
 from shardformer.gradient_accumulation.micro_batch_loss import MicroBatchLossScaler, does_loss_compare_samples
 from shardformer.gradient_accumulation.micro_batches import iter_named_tensors, merge_micro_batch_outputs
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.p2p_communication import StageCommunicator
 from shardformer.pipeline.schedules import ActionKind, PipelineAction, PipelineSchedule
 from shardformer.pipeline.split_backward import WeightBackward, run_input_backward
-from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, is_all_nan
+from shardformer.pipeline.stage_forward import StageActivations, StageForward, StageForwardState, has_nan, is_all_nan
 from shardformer.pipeline.stage_manager import PipelineStages
 from shardformer.torch_compat import tree_map_only
 
@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Batch], Tensor]
 
 
 class LastStageOutputs:
-    """Collects the outputs of the last pipeline stage, or computes the loss of the batch from them.
+    """Collects the outputs of the last pipeline stage, or reduces them to the loss of the batch.
 
     Args:
         micro_batches, micro_batch_sizes: the micro-batches and their numbers of samples.
@@ -59,7 +59,7 @@ class LastStageOutputs:
         self.output: Any = None
 
     def start_recording_loss_calls(self, micro_batch_index: int) -> None:
-        """Start recording the calls of loss functions for a micro-batch. Called before the model's head runs."""
+        """Start recording loss function calls for a micro-batch. Called before the model's head runs."""
         if self._weights is not None:
             self._weights.start_recording_loss_calls(micro_batch_index)
 
@@ -67,6 +67,7 @@ class LastStageOutputs:
         """Store the model's output for a micro-batch, and return its loss for the backward pass, if any."""
         if self._weights is None:
             self._outputs[micro_batch_index] = output
+            self._check_first_output_is_not_nan(output)
             return None
         try:
             loss = self._extract_loss(output, self._parts[micro_batch_index])
@@ -94,22 +95,34 @@ class LastStageOutputs:
         )
 
     def _check_first_loss_is_not_nan(self, loss: Tensor, output: Any) -> None:
-        """Raise an error if the first loss is NaN because of the labels or the pipeline."""
+        """Raise an error if the first loss is NaN because all labels are ignored or the model is split into stages."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in iter_named_tensors({"output": output})]
-        if not is_valid or not is_all_nan(loss) or not any(map(is_all_nan, outputs)):
+        is_misplaced = self._stage_forward.misplaced_module_path is not None
+        if not is_valid or not is_all_nan(loss) or not (is_misplaced or any(map(is_all_nan, outputs))):
             return
         tensors = [(str(name[-1]), t) for part in self._parts for name, t in iter_named_tensors(part)]
         labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
                 f"The loss is NaN because all labels of the batch are {IGNORED} (ignored).",
-                remedy="Check the collator or the mask that writes the labels, and skip such batches.",
+                remedy="Check the collator that creates the labels, and skip batches without labels.",
             )
+        if (path := self._stage_forward.misplaced_module_path) is not None:
+            raise _make_misplaced_module_error("loss", path)
         raise ConfigError(
             "The loss is NaN, because it uses a model output that only an earlier pipeline stage computes.",
             remedy="Pass a loss_fn to Pipeline that uses only the last hidden states or the logits, or omit pipe.",
         )
+
+    def _check_first_output_is_not_nan(self, output: Any) -> None:
+        """Raise PolicyError if all values of the first output are NaN because of a module on the wrong stage."""
+        is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
+        path = self._stage_forward.misplaced_module_path
+        if is_valid and path is not None:
+            tensors = [t for _, t in iter_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
+            if all(map(has_nan, tensors)):
+                raise _make_misplaced_module_error("output", path)
 
     @property
     def averages_only_over_class_labels(self) -> bool:
@@ -132,8 +145,16 @@ class LastStageOutputs:
             self.counted, self.factors = self._weights.num_counted_labels, self._weights.loss_factors_hash
 
 
+def _make_misplaced_module_error(result: str, module_path: str) -> PolicyError:
+    return PolicyError(
+        f"The {result} is NaN, because {module_path} runs after the last layer, but the policy places it on an earlier "
+        "pipeline stage.",
+        remedy=f'Add "{module_path}" to with_last_layer in the PipelineHints of the last layer stack.',
+    )
+
+
 def find_loss_in_output(output: Any) -> Tensor | None:
-    """Return the loss in a model's output as a scalar tensor, or None if the output contains no loss.
+    """Extract the scalar loss from a model's output, or return None if the output contains no loss.
 
     The output may be the loss itself or have one of the forms that the transformers Trainer accepts: ``output.loss``,
     ``output["loss"]``, or a tuple whose first element is the loss.
@@ -159,7 +180,7 @@ def _describe_output(output: Any) -> str:
 
 
 class MissingStageOutput:
-    """A placeholder that ``Pipeline.forward`` returns on all but the last stage. Raises ConfigError on access."""
+    """Placeholder that ``Pipeline.forward`` returns on all stages except the last. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -174,13 +195,14 @@ class MissingStageOutput:
 
     def _make_missing_output_error(self, attribute_name: str) -> ConfigError:
         return ConfigError(
-            f"Stage {self._stage} has no output, so {attribute_name} is not available.",
+            f"{attribute_name} is not available on pipeline stage {self._stage}, because forward returns the model "
+            "output only on the last stage.",
             remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only.",
         )
 
 
 def replace_nan_placeholders_with_none(output: Any) -> Any:
-    """Replace the outputs that only other pipeline stages compute with None."""
+    """Set outputs that only other pipeline stages compute to None."""
     tensors = [t for _, t in iter_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_all_nan(t)}
     if len(placeholders) == len(tensors):
@@ -257,8 +279,9 @@ class PipelineRuntime:
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
-            f"An earlier step failed in stage {self._stage}, {self._interrupted_at}, so no other step can run.",
-            remedy="Do not catch the error of a step: let it end the run, and resume from the last checkpoint.",
+            f"The pipeline cannot run another step, because an earlier step failed in stage {self._stage}, "
+            f"{self._interrupted_at}.",
+            remedy="Do not catch the error of a step. Let it end the run, and resume from the last checkpoint.",
         )
 
     def run_step(self, step_inputs: PipelineStepInputs) -> None:
@@ -360,7 +383,7 @@ class PipelineRuntime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Return a context manager that disables autocast, which must be off in the backward pass."""
+        """Disable autocast in the ``with`` block, because backward passes must run without it."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
@@ -388,6 +411,6 @@ def _describe_action(action: PipelineAction) -> str:
 
 def _make_lost_stage_error(stage: int, location: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"The process of stage {stage} ended while {location} waited for its message. {error.what}.",
-        remedy="Read the error of the stage that ended first.",
+        f"Pipeline stage {stage} ended while {location} was waiting for a message from it. {error.what}.",
+        remedy="Find the original error in the log of the process that ended first.",
     )

@@ -41,7 +41,7 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
 def format_schedule_as_text(schedule: PipelineSchedule, timeline: Timeline, max_line_width: int | None = None) -> str:
-    """Draw a pipeline schedule as a text grid, with a legend, its idle time and its micro-batches in flight.
+    """Draw a pipeline schedule as a text grid with a legend, the idle time and the micro-batches in flight.
 
     The grid has a row per rank and a column per unit of time, which is the duration of the shortest action. ``F3`` is
     the forward pass of micro-batch 3, ``--`` is its continuation, and ``.`` is idle time. With several chunks per rank,
@@ -83,7 +83,7 @@ def timeline_to_dict(schedule: PipelineSchedule, timeline: Timeline) -> dict[str
 
 
 def get_schedule_summary_lines(schedule: PipelineSchedule, timeline: Timeline) -> list[str]:
-    """Describe the idle time (bubble) and the micro-batches in flight of a schedule in two lines of text."""
+    """Summarize the idle time (bubble) and the micro-batches in flight of a schedule in two lines of text."""
     form = compute_bubble_fraction(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = (
         "" if form is None or _get_action_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
@@ -143,9 +143,9 @@ def _make_grid_cells(schedule: PipelineSchedule, timeline: Timeline) -> list[lis
     unit = _get_shortest_action_duration(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
-            f"A chart of {timeline.makespan:g} time units exceeds the maximum of {MAX_COLUMNS} columns, because the "
-            f"shortest action takes {unit:g} time units and fills one column.",
-            remedy="Use durations and a send time of similar size.",
+            f"The chart exceeds the maximum of {MAX_COLUMNS} columns, because the schedule takes "
+            f"{timeline.makespan:g} time units and its shortest action, which fills one column, takes {unit:g}.",
+            remedy="Use action durations and a send duration that are closer to each other.",
         )
     rows = [["."] * _get_column_index(timeline.makespan, unit) for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans):
@@ -167,8 +167,9 @@ def check_chart_path(path: Path) -> None:
         )
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            f"Cannot save the chart to {str(path)!r}, because it is a folder or its folder is not writable.",
-            remedy="Create the folder first, or choose another path.",
+            f"Cannot save the chart to {str(path)!r}, because this path is a folder, or its parent folder does not "
+            "exist or is not writable.",
+            remedy="Create the parent folder first, or choose another path.",
         )
     require_matplotlib(f"The chart {str(path)!r}")
 
@@ -275,7 +276,7 @@ def _draw_legend(axes: Axes, schedule: PipelineSchedule) -> None:
 
 
 def get_action_colors(schedule: PipelineSchedule, action: PipelineAction) -> tuple[str, str]:
-    """Return the colors of the box and text of an action in a chart. Later chunks have lighter shades."""
+    """Return the box color and text color of an action in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.get_chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (round(part + (255 - part) * share) for part in full)

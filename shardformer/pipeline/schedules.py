@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """The kinds of passes in a pipeline schedule: forward, backward, and backward for inputs or weights only."""
+    """Kind of pass in a pipeline schedule: forward, full backward, or backward for only the inputs or weights."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the full backward pass
@@ -36,7 +36,7 @@ class ActionKind(StrEnum):
 class PipelineAction:
     """A forward or backward pass of one micro-batch through one virtual stage.
 
-    >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
+    >>> print(PipelineAction(ActionKind.FORWARD, stage=2, micro_batch=3))
     F3@2
     """
 
@@ -53,11 +53,7 @@ class PipelineAction:
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def get_dependencies(self, last_stage: int) -> tuple[PipelineAction, ...]:
-        """Return the forward and backward passes that must complete before this one can start.
-
-        Args:
-            last_stage: index of the last virtual stage.
-        """
+        """Return the forward and backward passes that must complete before this one can start."""
         forward = PipelineAction(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
             return (PipelineAction(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
@@ -144,7 +140,7 @@ def split_backwards_into_input_and_weight(
 
 
 def get_peak_in_flight_micro_batches(rank_actions: Sequence[PipelineAction]) -> int:
-    """Return how many micro-batch activations a rank stores at most, counted per virtual stage."""
+    """Compute the peak number of micro-batches whose activations a rank stores, counted per virtual stage."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in rank_actions), initial=0))
 
 
@@ -271,8 +267,8 @@ def make_schedule(
     _check_num_micro_batches(schedule_name, num_stages, num_micro_batches, num_chunks)
     if num_stages * num_chunks * num_micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"The product of {num_micro_batches} micro-batches, {num_stages} stages and {num_chunks} chunks per stage "
-            f"exceeds the maximum of {MAX_ACTIONS:,}.",
+            f"The pipeline schedule is too long: the product of {num_micro_batches} micro-batches, {num_stages} stages "
+            f"and {num_chunks} chunks per stage exceeds the maximum of {MAX_ACTIONS:,}.",
             remedy="Use fewer micro-batches, stages or chunks.",
         )
     placement = assign_virtual_stages(schedule_name, num_stages, num_chunks)
@@ -299,7 +295,7 @@ def make_forward_only_schedule(schedule: PipelineSchedule) -> PipelineSchedule:
 
 
 def get_sent_actions(schedule: PipelineSchedule, sender_rank: int, receiver_rank: int) -> RankActions:
-    """Return the actions of one rank whose results must be sent to another rank, in order.
+    """List the forward and backward passes of one rank whose results are sent to another rank, in order.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
     one. Results that stay on a rank are not sent, and W has no result.
@@ -312,13 +308,13 @@ def get_sent_actions(schedule: PipelineSchedule, sender_rank: int, receiver_rank
 
 
 def find_receiver_rank(schedule: PipelineSchedule, action: PipelineAction) -> int | None:
-    """Return the rank that needs the result of a forward or backward pass, or None."""
+    """Find the rank that receives the result of a forward or backward pass, or return None if no rank needs it."""
     is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last_stage
     return schedule.placement[action.receiver_stage] if is_sent else None
 
 
 def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Assign the virtual stages of a pipeline to its ranks in turn. For zbv, assign them to the last rank and back.
+    """Assign virtual pipeline stages to ranks round-robin, or for zbv in a V: to the last rank and back.
 
     >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
@@ -355,7 +351,7 @@ def check_schedule(schedule_name: str, num_stages: int, num_chunks: int) -> None
 
 
 def round_up_num_micro_batches(schedule_name: str, num_stages: int, num_chunks: int, min_micro_batches: int) -> int:
-    """Return the smallest number of micro-batches from ``min_micro_batches`` on that a schedule accepts."""
+    """Round ``min_micro_batches`` up to the next number of micro-batches that a schedule accepts."""
     check_schedule(schedule_name, num_stages, num_chunks)
     step = num_stages if schedule_name.startswith("interleaved") else 1
     return max(1, -(-min_micro_batches // step)) * step
@@ -370,8 +366,8 @@ def _check_num_micro_batches(schedule_name: str, num_stages: int, num_micro_batc
     if above != num_micro_batches:
         valid = f"{above - num_stages} or {above}" if above > num_stages else above
         raise ConfigError(
-            f"micro_batches={num_micro_batches} must be a multiple of the {num_stages} stages for "
-            f"schedule={schedule_name!r}.",
+            f"schedule={schedule_name!r} with {num_stages} pipeline stages requires a multiple of {num_stages} "
+            f"micro-batches, but got micro_batches={num_micro_batches}.",
             remedy=f"Use {valid} micro-batches, or schedule='1f1b', which accepts any number.",
         )
 
@@ -460,7 +456,7 @@ Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, 
 
 
 class PipelineActionSpan(NamedTuple):
-    """The simulated start and end time of a forward or backward pass."""
+    """Simulated start and end time of a forward or backward pass."""
 
     action: PipelineAction
     start: float
@@ -469,7 +465,7 @@ class PipelineActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated times of all actions in a schedule, with the idle time and peak activations of each rank.
+    """Result of a schedule simulation: when each pass runs, and the idle time and peak activations of each rank.
 
     Args:
         spans: one row of action spans per rank of the pipe axis.
@@ -502,14 +498,16 @@ def simulate_schedule(
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
     for name, number in [*named.items(), ("send", send_duration)]:
-        valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} is not {valid}.", remedy=f"Pass {valid}.")
+            raise ConfigError(
+                f"Durations must be finite and positive, or at least 0 for a send, but got {name}={number:g}.",
+                remedy="Pass durations in any time unit, for example 1.0 for a forward pass.",
+            )
     if beyond := [key[1] for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last_stage]:
         raise ConfigError(
-            f"durations contains the virtual stage {beyond[0]}, but the schedule has virtual stages "
+            f"durations has an entry for virtual stage {beyond[0]}, but the schedule has only the virtual stages "
             f"0 to {schedule.last_stage}.",
-            remedy="Use one of these virtual stages, or pass one duration for each kind of action.",
+            remedy="Use an existing virtual stage, or pass one duration for each kind of action.",
         )
     spans, stuck = _simulate_ranks_and_find_deadlock(schedule, of, send_duration)
     if stuck:
@@ -531,7 +529,7 @@ def simulate_schedule(
 def compute_bubble_fraction(
     schedule_name: str, num_stages: int, num_micro_batches: int, num_chunks: int
 ) -> float | None:
-    """Compute the idle fraction (bubble) of a pipeline schedule by formula, or return None if there is none.
+    """Compute the bubble (idle fraction) of a pipeline schedule by formula. Returns None for zbv.
 
     Assumes free communication and equal durations of F, I and W.
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
@@ -550,7 +548,7 @@ def compute_bubble_fraction(
 def _simulate_ranks_and_find_deadlock(
     schedule: PipelineSchedule, durations: Mapping[ActionKind | tuple[ActionKind, int], float], send_duration: float
 ) -> tuple[list[list[PipelineActionSpan]], str]:
-    """Simulate all ranks, and return the start and end of each action and a description of any deadlock."""
+    """Simulate all ranks. Returns the start and end of each action, and a description of any deadlock."""
     spans: list[list[PipelineActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[PipelineAction, tuple[float, int]] = {}
     has_progress = True

@@ -127,7 +127,7 @@ class WeightBackward:
 
 @dataclass(eq=False)
 class _InputAndWeightGradNode:
-    """An autograd node that passes gradients both to inputs and to weights.
+    """Autograd node that passes gradients to inputs and to weights, in two separate runs of its backward function.
 
     Args:
         exits: edges that leave the chain, by index among the node's edges.
@@ -144,7 +144,7 @@ class _InputAndWeightGradNode:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def register_grad_recording_hooks(self, executed_nodes: list[_InputAndWeightGradNode]) -> None:
-        """Register hooks that store the gradients reaching this autograd node, for the later weight part.
+        """Register hooks that record the incoming gradients of this autograd node, for the later weight backward.
 
         Args:
             executed_nodes: a list to which the hooks append this node when it runs.
@@ -192,7 +192,7 @@ class _InputAndWeightGradNode:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _get_needs_input_grad(self, select_weights: bool) -> tuple[bool, ...]:
-        """Return the ``needs_input_grad`` flags for the gradients of weights, or for all other gradients."""
+        """Return ``needs_input_grad`` flags that request only the weight gradients, or only all other gradients."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
         indices = iter(self._get_connected_edge_indices())
@@ -211,7 +211,7 @@ class _InputAndWeightGradNode:
         self.results = {k: results[k] for k in self.exits}
 
     def pop_weight_path_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Yield the gradients that flow to weights, each with its edge in the autograd graph, and free them."""
+        """Yield and free the gradients that flow to the weights, each with its edge in the autograd graph."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:
@@ -238,7 +238,7 @@ class _InputAndWeightGradNode:
 def _find_nodes_between(
     start_nodes: Iterable[Node], end_nodes: set[Node]
 ) -> tuple[set[Node], list[_InputAndWeightGradNode], bool]:
-    """Find the autograd nodes between ``start_nodes`` and ``end_nodes``, and which of them also lead to weights.
+    """Find the autograd nodes between ``start_nodes`` and ``end_nodes``, and those that also lead to weights.
 
     Also returns whether a split backward pass accumulates gradients in the same order as a full one.
 
@@ -276,7 +276,7 @@ def _find_nodes_between(
 
 
 def _compute_branch_grads(branch_nodes: Sequence[_InputAndWeightGradNode]) -> None:
-    """Compute the gradients that flow to the weights, inside a backward pass that requests only these gradients.
+    """Compute the gradients that flow to the weights, in a backward pass that requests only these gradients.
 
     Such a backward pass is needed because a node queries it for the gradients to compute.
     """

@@ -89,8 +89,12 @@ class ParameterPlaceholders:
         """Return the names of a module's own parameters and placeholders, in registration order."""
         return self._names.get(id(module), tuple(module._parameters))
 
+    def find_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules with parameters of their own that are placeholders, by path."""
+        incomplete = {id(module) for module, _, _ in self._placeholders}
+        return {path: module for path, module in model.named_modules() if id(module) in incomplete}
+
     def has_placeholders(self, module: nn.Module) -> bool:
-        """Return whether any parameter of the module or its submodules is a placeholder."""
         inside = {id(m) for m in module.modules()}
         return any(id(m) in inside for m, _, _ in self._placeholders)
 
@@ -103,7 +107,7 @@ class ParameterPlaceholders:
                 _convert_placeholder(module, name, param.device)
 
     def convert_dtypes(self, model: nn.Module, dtype_by_name: Mapping[str, torch.dtype]) -> None:
-        """Convert each parameter placeholder to the dtype of the real parameter on its pipeline stage.
+        """Cast each placeholder to the dtype that the real parameter has on its own pipeline stage.
 
         Args:
             dtype_by_name: dtypes of the parameters of all stages, by name. A missing parameter (in a trace of a single
@@ -117,7 +121,6 @@ class ParameterPlaceholders:
             _convert_placeholder(module, name, known or converted.get(now, now))
 
     def _find_local_param(self, model: nn.Module) -> Tensor | None:
-        """Return the first floating-point parameter that this rank stores."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -131,7 +134,7 @@ class ParameterPlaceholders:
 
 
 class _NamedParametersOverride:
-    """Replaces ``module.named_parameters``, and can include placeholders for parameters of other stages."""
+    """Replacement for ``module.named_parameters`` that can include placeholders for other stages' parameters."""
 
     def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
@@ -169,7 +172,7 @@ def _convert_placeholder(module: nn.Module, param_name: str, device_or_dtype: to
 
 
 def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor of NaN with the specified shape, which uses the memory of one element."""
+    """Create a NaN-filled tensor of any shape that uses the memory of a single element."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -180,7 +183,7 @@ def _make_placeholder(param: Tensor) -> Tensor:
 
 
 def make_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a NaN tensor with the shape and dtype that an embedding or linear layer would return."""
+    """Create a NaN tensor with the shape and dtype of the output of a skipped embedding or linear layer."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
@@ -192,12 +195,12 @@ def make_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Ma
 
 
 def has_nan(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a tensor that contains NaN."""
+    """Return whether an object is a tensor that contains NaN."""
     return _has_readable_float_values(tensor) and bool(tensor.isnan().any())
 
 
 def is_all_nan(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a tensor that contains only NaN, like the output of a skipped module."""
+    """Return whether an object is a tensor that contains only NaN, like the output of a skipped module."""
     return _has_readable_float_values(tensor) and bool(tensor.isnan().all())
 
 
@@ -211,7 +214,7 @@ StageActivations = dict[str, Tensor]
 
 @dataclass
 class StageForwardState:
-    """The state of one forward pass of a micro-batch through a pipeline stage.
+    """State of one micro-batch's forward pass through a pipeline stage.
 
     Args:
         span: the layers of the stage.
@@ -230,7 +233,7 @@ class StageForwardState:
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
-    """Raised after the last layer of a stage, to end the forward pass early. Contains the activations to send."""
+    """Raised after the last layer of a pipeline stage to end the forward pass. Contains the activations to send."""
 
     def __init__(self, activations: StageActivations) -> None:
         self.payload = activations
@@ -280,6 +283,7 @@ class StageForward:
         self._patched_layers: dict[str, tuple[nn.Module, int, int]] = {}
         self._checked_layers: set[int] = set()
         self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
+        self.misplaced_module_path: str | None = None  # runs after the last layer, but an earlier stage has its weights
         self.now: StageForwardState | None = None
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RNGUseDetector(device or torch.device("cpu"))
@@ -290,7 +294,6 @@ class StageForward:
 
     @contextmanager
     def override_forward_methods(self, model: nn.Module) -> Iterator[None]:
-        """Override the `forward` methods of the model's layers inside the ``with`` block."""
         self._override_layer_forwards(model)
         try:
             yield
@@ -321,6 +324,9 @@ class StageForward:
                 outside[module] = outside.get(module, frozenset()) | self._owners.get(f"{path}.weight", frozenset())
         for module, layer_indices in outside.items():
             self._skip_module_on_other_stages(module, layer_indices)
+        for path, module in self._placeholders.find_modules(model).items():
+            if id(module) not in in_layers:
+                self._record_call_after_last_layer(module, path)
 
     def _override_forward(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
@@ -334,7 +340,6 @@ class StageForward:
             module.forward = forward
 
     def enable_layer_checkpointing(self, layer_path: str) -> None:
-        """Enable activation checkpointing for the layer at ``layer_path``."""
         self._checkpointed |= {at for at, layer in enumerate(self._chain.called_layer_paths) if layer == layer_path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
@@ -451,7 +456,7 @@ class StageForward:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Raise ConfigError if a layer receives an argument that only another pipeline stage can compute."""
+        """Raise ConfigError if a layer argument is NaN because only another pipeline stage can compute it."""
         path = self._chain.called_layer_paths[layer_index]
         names = list(inspect.signature(original_forward).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
@@ -496,8 +501,8 @@ class StageForward:
                 return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
-                    f"{name} of {type(module).__name__} must be the hidden states of earlier layers, such as those "
-                    f"of the encoder, but got {value!r:.60}.",
+                    f"The argument {name} of {type(module).__name__} must be a tensor of hidden states from the "
+                    f"encoder or other earlier layers, but got {value!r:.60}.",
                     remedy="Pass the inputs of both the encoder and the decoder to the model.",
                 )
             if stage_pass.span.stop <= first_layer_index:
@@ -520,9 +525,16 @@ class StageForward:
 
         self._override_forward(module, forward)
 
+    def _record_call_after_last_layer(self, module: nn.Module, path: str) -> None:
+        def record_call_pre_hook(*_: Any) -> None:
+            if self.now is not None and self._num_layers - 1 in self.now.called_layers:
+                self.misplaced_module_path = self.misplaced_module_path or path
+
+        self._remove_hooks.append(register_forward_hooks(module, HookOrder.STAGE_INPUT, record_call_pre_hook))
+
 
 class _ForwardOverride:
-    """A `forward` method that replaces a module's own, and that raises ConfigError if the module is copied."""
+    """Replacement for a module's `forward` method that raises ConfigError if the module is copied."""
 
     def __init__(self, forward_fn: Callable[..., Any], original_forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original_forward)
@@ -534,7 +546,7 @@ class _ForwardOverride:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
             "A model that is split into pipeline stages cannot be copied.",
-            remedy="Copy the model before you shard it, or copy only model.parameters() to average weights.",
+            remedy="Copy the model before you shard it. To average weights, copy only model.parameters().",
         )
 
 
@@ -545,16 +557,15 @@ def _check_num_layer_outputs(layer_stack: LayerStackDescription, layer_path: str
         returned = len(output) if is_tuple else 0
         raise PolicyError(
             f"The layer {layer_path} returned a {type(output).__name__}, which does not match num_outputs={number} "
-            "in the "
-            "policy.",
+            "in the policy.",
             remedy=f"Set stages=PipelineHints(num_outputs={returned}) in the LayerStack of {layer_stack.layers}.",
         )
 
 
 def _make_missing_argument_error(layer_path: str, argument_name: str) -> ConfigError:
     return ConfigError(
-        f"The argument {argument_name} of the layer {layer_path} contains NaN. Either another stage computes it, or "
-        "the batch contains NaN.",
-        remedy="If another stage computes it, list its module in LayerStack(..., "
+        f"The argument {argument_name} of the layer {layer_path} contains NaN. Either the batch contains NaN, or the "
+        "argument is computed by a module that runs only on another pipeline stage.",
+        remedy="If the batch has no NaN, list that module in LayerStack(..., "
         "stages=PipelineHints(on_every_stage=[...])), or in another field that docs/policies.md describes.",
     )

@@ -88,7 +88,7 @@ class PipelineStageManager:
 
     @property
     def stage(self) -> int:
-        """This process's rank in the pipeline."""
+        """This process's pipeline-parallel rank."""
         return self.axis.rank
 
     @property
@@ -109,18 +109,14 @@ class PipelineStageManager:
         return self.placement[-1]
 
     def get_user_options(self) -> dict[str, Any]:
-        """Return the user's pipeline options by name, which must be the same on all ranks."""
+        """Return the pipeline options that the user set, which must be the same on all ranks."""
         return {
             "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def count_recomputed_layers(self, layers_per_stage: Sequence[int]) -> list[int]:
-        """Return how many layers of each virtual stage use activation checkpointing.
-
-        Args:
-            layers_per_stage: the number of layers in each virtual stage.
-        """
+        """Compute how many layers of each virtual stage use activation checkpointing."""
         requested = self.recompute_layers
         if requested is None:
             return [0] * len(layers_per_stage)
@@ -203,9 +199,9 @@ class PipelineStages:
         return bool(positions) and not any(at in span for at in positions for span in self._get_local_layer_ranges())
 
     def get_canonical_names(self, prefix: str = "") -> dict[str, str]:
-        """Map each name in the full model's state dict to the first name of the same tensor.
+        """Map each name in the full model's state dict to a canonical name, which is the same for tied weights.
 
-        Tied weights have several names.
+        The canonical name of a tensor is its first name.
 
         Args:
             prefix: prefix of the names in a wrapper around the model.
@@ -224,7 +220,7 @@ class PipelineStages:
         self.placeholders.rename_parameters(rename_fn)
 
     def record_tensor_on_same_stages(self, tensor_name: str, reference_name: str, shape: tuple[int, ...]) -> None:
-        """Record that a new tensor is on the same pipeline stages as the tensor ``reference_name``."""
+        """Record that a new tensor is stored on the same pipeline stages as the tensor ``reference_name``."""
         self.owner_layers[tensor_name], self.owner_stages[tensor_name] = (
             self.owner_layers[reference_name],
             self.owner_stages[reference_name],
@@ -239,11 +235,10 @@ class PipelineStages:
                 del table[name]
 
     def get_partition_summary_lines(self) -> list[str]:
-        """Describe in text how layers are assigned to pipeline stages, to compare it between ranks."""
+        """Describe the assignment of layers to pipeline stages as text, so that ranks can compare it."""
         return [str(self.manager.get_user_options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_nonlocal_params(self, model: nn.Module) -> None:
-        """Replace the parameters of other pipeline stages with placeholders."""
         self.placeholders.replace_nonlocal_params(
             model, {name: self.is_stored_locally(name) for name in self.owner_stages}
         )
@@ -282,7 +277,7 @@ class PipelineStages:
         )
 
     def temporarily_override_forward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager that overrides the layers' ``forward``, if it is not already overridden."""
+        """Override the layers' ``forward`` in the ``with`` block, unless it is already overridden."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.override_forward_methods(model)
 
@@ -356,7 +351,8 @@ def partition_layers_into_stages(
         _check_config_supports_pipeline(model)
         if reason := policy.no_pipeline_reason():
             raise ConfigError(
-                f"pipe={stage_manager.num_stages} does not work with {type(model).__name__}: {reason}.",
+                f"{type(model).__name__} does not support pipeline parallelism (pipe={stage_manager.num_stages}): "
+                f"{reason}.",
                 remedy="Omit pipe, and use tensor or data parallelism instead.",
             )
     owners = map_tensors_to_layers(model, chain) if chain.stacks else {}
@@ -367,7 +363,7 @@ def partition_layers_into_stages(
     )
     if len(costs) != len(chain.called_layer_paths):
         raise ConfigError(
-            f"layer_costs contains {len(costs)} costs, but {type(model).__name__} has {len(chain.called_layer_paths)} "
+            f"layer_costs has {len(costs)} entries, but {type(model).__name__} has {len(chain.called_layer_paths)} "
             "layers.",
             remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
@@ -389,7 +385,7 @@ def partition_layers_into_stages(
 
 
 def _map_to_canonical_name(tensors_by_name: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Map each name to its tensor and to the first name of the same tensor. Tied weights have the same first name."""
+    """Map each name to its tensor and its canonical name. The canonical name of tied weights is their first name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors_by_name.items() if isinstance(x, Tensor)}
 

@@ -221,7 +221,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _find_unsupported_inputs(self) -> dict[str, str]:
-        """Return the ``forward`` arguments that this parallel layout does not support, with the reasons."""
+        """Map each ``forward`` argument that this parallel layout does not support to the reason."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -373,7 +373,6 @@ class Sharder:
         return new
 
     def _get_sharding_axis(self, module_path: str, plan: ShardingPlan) -> Axis:
-        """Return the mesh axis over which a module's weights are sharded."""
         inside = self.grid is not None and module_path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
@@ -398,15 +397,24 @@ class Sharder:
 def _make_replacement_error(
     module_path: str, replacement: SubModuleReplacementDescription, error: TypeError, is_built_in: bool
 ) -> PolicyError:
-    """Return the error for a TypeError in ``from_native_module``, or in the call of it."""
-    what = f"{get_display_name(replacement.target_module)}.from_native_module cannot replace {module_path!r}"
+    """Convert a TypeError in ``from_native_module``, or in the call to it, to a PolicyError."""
+    target = get_display_name(replacement.target_module)
     _, *frames = traceback.extract_tb(error.__traceback__)
     if frames and not is_built_in:
         place = [f"{each.filename}:{each.lineno}" for each in frames if each.filename == frames[0].filename][-1]
-        return PolicyError(f"{what}: TypeError at {place}: {error}.", remedy=f"Fix the code at {place}.")
+        return PolicyError(
+            f"{target}.from_native_module cannot replace {module_path!r}: TypeError at {place}: {error}.",
+            remedy=f"Fix the code at {place}.",
+        )
     if replacement.kwargs:
-        return PolicyError(f"{what} with kwargs={replacement.kwargs}: {error}.", remedy="Fix the kwargs in the policy.")
-    return PolicyError(f"{what}: {error}.", remedy="Define from_native_module(module, process_group, **kwargs).")
+        return PolicyError(
+            f"{target}.from_native_module cannot replace {module_path!r} with kwargs={replacement.kwargs}: {error}.",
+            remedy="Fix the kwargs in the policy.",
+        )
+    return PolicyError(
+        f"{target}.from_native_module cannot replace {module_path!r}: {error}.",
+        remedy="Define from_native_module(module, process_group, **kwargs).",
+    )
 
 
 def _get_module_or_config_copy(model: nn.Module, attr_path: str) -> Any:
@@ -468,11 +476,7 @@ def shard_for_validation(
 
 
 def _replace_module_references(model: nn.Module, replacement_by_module_id: Mapping[int, nn.Module]) -> None:
-    """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts.
-
-    Args:
-        replacement_by_module_id: id(module) -> its replacement.
-    """
+    """Replace modules wherever a model stores them: as submodules, and in attributes, lists, tuples and dicts."""
     for module in model.modules():
         for name, child in module._modules.items():
             if id(child) in replacement_by_module_id:
@@ -553,7 +557,8 @@ def _temporarily_unwrap_modules(model: nn.Module, *, num_stages: int = 1) -> Ite
 
 def _make_compiled_module_error(module_path: str) -> ConfigError:
     return ConfigError(
-        f"{module_path} was compiled with torch.compile before sharding, so it would run the unsharded module.",
+        f"The module {module_path} was compiled with torch.compile before sharding, so the compiled code would run "
+        "the unsharded module.",
         remedy="Compile the model after shard_model, or compile the module in place with module.compile().",
     )
 

@@ -40,16 +40,12 @@ def check_context_parallel_support(
     attention_method: str,
     policy_notes: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError if context parallelism does not support the model.
-
-    Args:
-        policy_notes: the policy's notes about the stacks.
-    """
+    """Raise ConfigError if context parallelism does not support the model."""
     if not layer_stacks:
         reason = f". {' '.join(policy_notes).removesuffix('.')}" if policy_notes else ""
         raise ConfigError(
-            f"sequence={context.sequence.size} requires a LayerStack, but the policy of {type(model).__name__} has none"
-            f"{reason}.",
+            f"Context parallelism (sequence={context.sequence.size}) requires a LayerStack, but the policy of "
+            f"{type(model).__name__} has none{reason}.",
             remedy="Write a RolePolicy with a LayerStack, or remove the sequence axis.",
         )
     if why := get_unsupported_attention_reason(model):
@@ -65,7 +61,7 @@ def check_context_parallel_support(
 
 
 def get_unsupported_attention_reason(model: nn.Module) -> str | None:
-    """Return why context parallelism cannot replace the model's attention, or None if it can."""
+    """Explain why context parallelism cannot replace the model's attention, or return None if it can."""
     classes = find_attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not calls_attention_interface(source))
     if own:
@@ -75,7 +71,7 @@ def get_unsupported_attention_reason(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class ContextParallelTrialResult:
-    """The results of running a reduced version of the model with context parallelism.
+    """Results of a trial run of a small copy of the model with context parallelism.
 
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.

@@ -52,7 +52,7 @@ def arrange_tensor_ranks_as_grid(config: ShardConfig, context: ParallelContext) 
 
 
 def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Add norms and other modules between attention and MLPs to a sharding plan for a grid of ranks.
+    """Add sharding rules for modules between attention and MLPs, such as norms, which a grid of ranks also shards.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, which are gathered
     before the submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -95,7 +95,7 @@ def adapt_plan_to_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _is_sharding_rule_needed(module: nn.Module, hidden_size: int) -> bool:
-    """Return whether a module outside attention and MLPs has parameters or is a norm."""
+    """Return whether a module needs a sharding rule, because it has parameters or is a norm."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (hidden_size,))
 
@@ -126,7 +126,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_rule_for_module_outside_blocks(
     plan: ShardingPlan, grid: TensorGrid, layer_stack_prefix: str, module_path: str, module: nn.Module, hidden_size: int
 ) -> None:
-    """Specify in the plan how to shard a module outside attention and MLPs."""
+    """Add a rule to the plan that shards a module outside attention and MLPs."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(hidden_size,)} and not module._modules and get_norm_kind(module) is not None:
@@ -147,7 +147,7 @@ def _add_rule_for_module_outside_blocks(
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} shards the hidden features of each token, but {module_path!r} in "
-            f"{type(plan.model).__name__} has parameters or statistics over all of them.",
+            f"{type(plan.model).__name__} needs all features of a token.",
             remedy="Use tensor_parallel_mode='1d' for this model.",
         )
 
@@ -156,7 +156,7 @@ def _add_rule_for_module_outside_blocks(
 
 
 def find_modules_with_extra_inputs(policy: Policy) -> list[str]:
-    """Return the paths of modules in layers that may receive inputs other than hidden states."""
+    """List the paths of modules inside layers that may receive inputs other than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
@@ -169,7 +169,7 @@ def find_modules_with_extra_inputs(policy: Policy) -> list[str]:
 
 
 def make_argument_key(module_path: str, argument_name: str) -> tuple[str, str]:
-    """Return a key for an argument of a module that is the same for all layers."""
+    """Create a dict key for a module argument that is the same for all layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_path), argument_name
 
 
@@ -188,7 +188,7 @@ def _get_forward_arg_names(module: nn.Module) -> list[str]:
 
 
 def _format_argument_path(key_path: tuple[Any, ...], argument_names: list[str]) -> str:
-    """Return the argument name of a tensor, with its path inside a nested argument."""
+    """Format the argument name of a tensor, with its path inside a nested argument."""
     kind, key, *inner = key_path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"

@@ -115,7 +115,7 @@ def install_tensor_parallel_hooks(
 def _shard_layer_stack_activations(
     model: nn.Module, plan: ShardingPlan, metadata: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None
 ) -> dict[str, ActivationSharding]:
-    """Register hooks that shard activations. Return how each shards its activations, by the prefix of its paths."""
+    """Register hooks that shard the activations between layers. Returns an ``ActivationSharding`` per path prefix."""
     axis, uses_random = metadata.context.tensor, may_use_dropout(model)
     streams: dict[str, ActivationSharding] = {}
     for stack in plan.stacks:
@@ -168,9 +168,9 @@ def _check_linear_layers_are_in_blocks(plan: ShardingPlan, activation_layout: Ac
             is_linear = isinstance(target, type) and issubclass(target, Linear1D_Col | Linear1D_Row)
             if is_linear and path.startswith(f"{stack.layers}.") and not f"{path}.".startswith(inside_blocks):
                 raise ConfigError(
-                    f"Sequence parallelism cannot shard the linear layer {path}, because the policy does not list it "
-                    "in any attention module or MLP.",
-                    remedy="List the layer in a BlockDescription, in `blocks` of the ModulePolicyDescription "
+                    f"Sequence parallelism cannot shard the linear layer {path}, because the policy does not "
+                    "assign it to an attention module or MLP.",
+                    remedy="Add the layer to a BlockDescription, in `blocks` of the ModulePolicyDescription "
                     "(docs/policies.md), or set enable_sequence_parallelism=False.",
                 )
 
@@ -259,8 +259,8 @@ def _get_submodule_of_class(model: nn.Module, module_path: str, layer_cls: type[
     module = model.get_submodule(module_path)
     if not isinstance(module, layer_cls):
         raise PolicyError(
-            f"The policy lists {module_path} as a {role} layer, which must be a {layer_cls.__name__}, but it is a "
-            f"{type(module).__name__}.",
+            f"The policy uses {module_path} as a {role}-parallel layer, so it must be a {layer_cls.__name__}, but it "
+            f"is a {type(module).__name__}.",
             remedy=f"Replace {module_path} with a {layer_cls.__name__} in sub_module_replacement.",
         )
     return module
@@ -324,7 +324,7 @@ class ParameterRegionFinder:
         ]
 
     def find_region(self, param_name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """Return how activations are sharded at a parameter, and in which part of the model it is."""
+        """Find the part of the model that contains a parameter, and the layout of the activations there."""
         layout = next((layout for prefix, layout in self._stacks if param_name.startswith(prefix)), None)
         if param_name not in self._biases and param_name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
@@ -343,9 +343,6 @@ def _create_gradient_reduction_groups(
     """Create the process groups for gradient reduction, in the same order on all processes.
 
     Returns a function that maps a reduction to the axis of its group.
-
-    Args:
-        stages_sharing_params: sets of stages that share a parameter.
     """
     context = metadata.context
     names = ("data", *metadata.activations.get_gradient_sum_axes(ModelRegion.OUTSIDE))

@@ -53,7 +53,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def create_checked_context(config: ShardConfig) -> ParallelContext:
-    """Return the parallel context, after checking that all processes passed the same process groups.
+    """Resolve the parallel context, and check that all processes passed the same process groups.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -273,9 +273,9 @@ def check_no_integer_weights_to_shard(model: nn.Module, axis_sizes: Mapping[str,
 def _make_quantized_layer_error(model: nn.Module, module_path: str, unsupported_layout: str) -> ConfigError:
     kind = type(model.get_submodule(module_path)).__name__
     return ConfigError(
-        f"{module_path} is a quantized {kind}, which does not support {unsupported_layout}.",
-        remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
-        "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
+        f"The layer {module_path} is a quantized {kind}, which does not support {unsupported_layout}.",
+        remedy="Load the model with BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts, or use "
+        "only data and pipeline parallelism.",
     )
 
 
@@ -307,7 +307,7 @@ def check_no_views_of_replaced_params(model: nn.Module, plan: ShardingPlan, stag
 
 
 def find_externally_referenced_param_ids(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that are referenced outside the model, for example by an optimizer.
+    """Find the ids of parameters that are referenced outside the model, for example by an optimizer.
 
     Compares their reference counts with the count of a parameter to which only its module refers.
     """
@@ -347,11 +347,7 @@ def check_no_existing_optimizer(
 def check_params_not_in_optimizer(
     params: list[nn.Parameter], name_by_param_id: Mapping[int, str], model_name: str
 ) -> None:
-    """Raise ConfigError if any optimizer of the process contains one of these parameters.
-
-    Args:
-        name_by_param_id: id of each parameter -> its name.
-    """
+    """Raise ConfigError if any optimizer of the process contains one of these parameters."""
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
     lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):
@@ -366,7 +362,7 @@ def check_params_not_in_optimizer(
 
 
 def check_saved_buffers_keep_full_shape(module_path: str, original_module: nn.Module, new_module: nn.Module) -> None:
-    """Raise PolicyError if a buffer that is saved in the state dict is sharded by the replacement of its module."""
+    """Raise PolicyError if the replacement of a module shards a buffer that is saved in the state dict."""
     local = dict(new_module.named_buffers())
     for name, full in original_module.named_buffers():
         if name not in local or local[name].shape == full.shape:
@@ -391,8 +387,9 @@ def check_shard_layouts(model: nn.Module, coords: Coords) -> None:
         if first != spec or shape != expected:
             tied = f", and it is tied to {other}" if other != name else ""
             raise PolicyError(
-                f"{name} has shape {shape} on this rank, but its layout requires {expected}{tied}.",
-                remedy="Replace both modules of a tied weight with vocabulary-parallel layers, or replicate both.",
+                f"The parameter {name} has shape {shape} on this rank, but its layout requires {expected}{tied}.",
+                remedy="If the weight is tied, replace both of its modules with vocabulary-parallel layers, or "
+                "replicate both.",
             )
 
 
@@ -450,7 +447,8 @@ def check_tied_weights_on_same_stage(
         if len({tuple(get_owner_ranks_fn(name)) for name in group}) > 1:
             first, second, *_ = group
             raise ConfigError(
-                f"{first} and {second} share memory, but are on different pipeline stages.", remedy=TIE_REMEDY
+                f"The parameters {first} and {second} share memory, but are on different pipeline stages.",
+                remedy=TIE_REMEDY,
             )
 
 
@@ -473,7 +471,9 @@ def restore_tied_weights(
             continue  # replicated, or on another stage
         if len({(str(spec_by_shard_id.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
             name, tied, *_ = group
-            raise ConfigError(f"{name} and {tied} share memory, but are sharded in different ways.", remedy=TIE_REMEDY)
+            raise ConfigError(
+                f"The parameters {name} and {tied} share memory, but are sharded in different ways.", remedy=TIE_REMEDY
+            )
         first, *others = parts.values()
         for other in others:
             other.data = first.data
@@ -530,7 +530,7 @@ def _get_top_level_package(fn: Callable[..., Any]) -> str:
 
 
 def iter_user_code_modules(model: nn.Module, layer_list_paths: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the paths and modules in these layers that run user-written code, unless it is element-wise."""
+    """Yield the modules in these layers that run user-written code, other than element-wise functions."""
     for stack in layer_list_paths:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not has_library_forward(module) and (module._modules or not is_elementwise(module)):

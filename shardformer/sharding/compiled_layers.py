@@ -115,7 +115,7 @@ def _call_layer_with_input_lengths(
     kwargs: dict[str, Any],
     input_length_per_sharding: Sequence[tuple[ActivationSharding, int]],
 ) -> Any:
-    """Set the lengths of the input, and call the layer. As attributes, lengths would need one graph per value."""
+    """Call a layer with its input lengths as arguments. As attributes, lengths would need one graph per value."""
     for stream, length in input_length_per_sharding:
         setattr(stream, stream.length_name, length)
     return forward_fn(*args, **kwargs) if layer is None else forward_fn(layer, *args, **kwargs)
@@ -154,7 +154,6 @@ class CompiledForward:
         add_tensor_wrappers_to_attention(layer)
 
     def restore_original_forward(self) -> None:
-        """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -210,8 +209,8 @@ class CompiledForward:
             return
         reason = torch_compat.get_recompile_reason(lambda: self._call_compiled_graph(args, kwargs))
         warnings.warn(
-            f"{self._path} runs some calls without compilation, because {stack.path} has reached the limit of "
-            f"{len(stack.graphs)} compiled graphs ({reason}). Pad the batches to a few lengths, or raise "
+            f"The layer {self._path} runs some calls without compilation, because {stack.path} has reached the limit "
+            f"of {len(stack.graphs)} compiled graphs ({reason}). Pad the batches to a few lengths, or raise "
             "torch._dynamo.config.recompile_limit.",
             stacklevel=2,
         )
@@ -219,7 +218,7 @@ class CompiledForward:
     def _make_graph_break_error(self, compile_error: Exception) -> ConfigError:
         reason = " ".join(str(compile_error).strip().split("\n\n")[0].split())
         return ConfigError(
-            f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
+            f"The layer {self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
             rule="A compiled layer must not contain a graph break.",
             remedy="Set compile=False, or change the code that causes the graph break.",
         )
@@ -275,7 +274,6 @@ def compile_model_if_configured(
 
 
 def _get_local_layers_by_path(model: nn.Module, layer_list_path: str) -> dict[str, nn.Module]:
-    """Return the layers on this pipeline stage as a dict that maps paths to layers."""
     layers = {
         f"{layer_list_path}.{name}": layer for name, layer in model.get_submodule(layer_list_path).named_children()
     }
@@ -288,7 +286,8 @@ def _check_can_be_compiled(model: nn.Module, metadata: ShardingMetadata, backend
     name, device = torch_compat.get_compile_backend_name(backend), metadata.context.device.type
     if metadata.context_run is not None and (reason := _get_context_parallel_compile_conflict(model, metadata)):
         raise ConfigError(
-            f"compile={name!r} is not supported, because context parallelism {reason}.", remedy="Set compile=False."
+            f"compile={name!r} does not support this model with context parallelism, which {reason}.",
+            remedy="Set compile=False.",
         )
     if name == "inductor" and device == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError(
@@ -299,7 +298,7 @@ def _check_can_be_compiled(model: nn.Module, metadata: ShardingMetadata, backend
 
 
 def _get_context_parallel_compile_conflict(model: nn.Module, metadata: ShardingMetadata) -> str:
-    """Return why context parallelism prevents compilation of the layers, or an empty string."""
+    """Explain why context parallelism prevents compilation of the layers, or return an empty string."""
     if metadata.context_run.is_whole:
         return "computes the attention of this model in full on every rank"
     if any(isinstance(hook, GatherFullSequenceHook) for hook in metadata.region_hooks):
@@ -330,7 +329,7 @@ def compile_model(
         options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}"
     )
     if options.get("mode") and options.get("options"):
-        raise ConfigError("model.compile received both mode and options.", remedy="Pass either mode or options.")
+        raise ConfigError("model.compile received both mode and options.", remedy="Pass only one of mode and options.")
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
             f"model.compile does not support pipeline parallelism, but the model has pipe={state.context.pipe.size}.",
@@ -340,6 +339,6 @@ def compile_model(
 
 
 def get_layer_stack_compilers(model: nn.Module) -> list[LayerStackCompiler]:
-    """Return the objects that compile the layers of a sharded model. Empty if the model is not compiled."""
+    """Return the compilers of a sharded model, one per stack of layers. Empty if the model is not compiled."""
     compilers: list[LayerStackCompiler] = get_sharding_metadata(model).compilers
     return compilers

@@ -96,7 +96,7 @@ def wrap_paths(paths_text: str, max_width: int, no_break_pattern: str = "(?<=:) 
 
 
 def make_replicated_parameter_rows(replicated_params: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge the table rows of replicated parameters that belong to the same module or to identical ones."""
+    """Merge the table rows of replicated parameters that belong to the same module or to identical modules."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in replicated_params:
         owner, _, leaf = path.rpartition(".")
@@ -179,7 +179,7 @@ class PipelineStageRow:
 
 
 def make_stage_rows(stages: PipelineStages) -> list[PipelineStageRow]:
-    """Return a table with one row for each pipeline stage. The table is identical on all ranks."""
+    """Create a table with one row for each pipeline stage. The table is identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.called_layer_paths)}
     total = stages.num_parameters
@@ -249,7 +249,7 @@ def _describe_pipeline_schedule(stages: PipelineStages) -> list[str]:
 
 
 def describe_params_shared_by_stages(stages: PipelineStages) -> list[str]:
-    """Return a sentence for each set of pipeline stages that share parameters."""
+    """Describe the parameters that pipeline stages share, such as tied weights, in lines of text."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
     for name, ranks in stages.shared.items():
         first = stages.parameters[name][0]
@@ -294,7 +294,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find_covering_paths(param_names: Collection[str], all_params: Mapping[str, object]) -> list[str]:
-    """Return the shortest list of module paths that contain exactly these parameters.
+    """Find the shortest list of module paths that contain exactly these parameters.
 
     >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
     >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
@@ -377,7 +377,7 @@ def format_summary_as_html(title: str, rows: Mapping[str, str]) -> str:
 
 
 def count_total_and_local_params(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters in the full model, and the number that this rank stores.
+    """Count the parameters of the full model, and those that this rank stores.
 
     Replicated parameters count on each rank. Under ZeRO stage 3, the second number includes the shards that this rank
     gathers from other ranks.
@@ -390,7 +390,7 @@ def count_total_and_local_params(model: nn.Module) -> tuple[int, int]:
 
 
 def sharded_extra_repr(self: nn.Module) -> str:
-    """Return the ``extra_repr`` of a sharded model, with a line about its layout and number of parameters."""
+    """Extend the ``extra_repr`` of a sharded model by a line with its layout and number of parameters."""
     total, local = count_total_and_local_params(self)
     own, context = type(self).extra_repr(self), str(get_sharding_metadata(self).context)
     line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
@@ -446,7 +446,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 
 def _format_sharded_param_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return the full and local shape of each sharded parameter, grouped by module.
+    """Format the full and local shape of each sharded parameter, grouped by module.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
     a row for each of them.

@@ -144,7 +144,7 @@ class ModelStructureSnapshot:
         return new
 
     def update_snapshot(self, model: nn.Module) -> None:
-        """Record the model again after ShardFormer itself has changed it."""
+        """Update the snapshot after ShardFormer itself has changed the model."""
         self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
         self._marks = self._get_module_fingerprints()
 
@@ -184,7 +184,7 @@ class ModelStructureSnapshot:
         change = "added" if new else "replaced by another parameter" if moved else "removed"
         raise ConfigError(
             f"The parameter {name} of {type(model).__name__} was {change} after the model was sharded.",
-            remedy="Add heads and adapters and tie weights before you shard the model, or add PEFT adapters with "
+            remedy="Change the model before you shard it, or, to add PEFT adapters, call "
             "shardformer.integrations.peft.get_peft_model.",
         )
 
@@ -196,10 +196,9 @@ class ModelStructureSnapshot:
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
-                        f"The hook {name} on {path} would receive only a part of the values, because {part.reason}.",
-                        remedy=(
-                            f"Remove the hook, {part.alternative}, or set hook.sees_parts = True if it can use a part."
-                        ),
+                        f"The hook {name} on {path} would receive only a shard of the values, because {part.reason}.",
+                        remedy=f"Remove the hook, or {part.alternative}. If the hook can process a shard, set "
+                        "hook.sees_parts = True.",
                     )
 
     def _check_forward_methods_unchanged(self, model: nn.Module) -> None:
@@ -250,7 +249,7 @@ def iter_local_activation_modules(
 
 
 def move_user_hooks_after_gather(model: nn.Module, plan: ShardingPlan) -> None:
-    """Move the user's hooks on final norms after the all-gather, so that they receive the full hidden states."""
+    """Make user hooks on final norms run after the all-gather, so that they receive the full hidden states."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
@@ -277,14 +276,13 @@ def _check_shard_shapes_unchanged(model: nn.Module) -> None:
         part = spec.get_local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(
-                f"{name} of {type(model).__name__} must have the shape {list(part)} of this rank's shard, but got "
-                f"{list(param.shape)}.",
+                f"The parameter {name} of {type(model).__name__} must have the shape {list(part)} of this rank's "
+                f"shard, but got {list(param.shape)}.",
                 remedy="Set weights before sharding, or load the plain model's state dict with load_state_dict.",
             )
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return the ``id`` of each parameter on this pipeline stage by name."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -326,7 +324,8 @@ class _CompareInputGradientsAcrossRanks(Function):
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
                 f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}.",
-                remedy=f"Detach {ctx.name}, or, if it needs a gradient, use a layout without the tensor axis.",
+                remedy=f"If you do not need the gradient, detach {ctx.name}. Otherwise, use a layout without the "
+                "tensor axis.",
             )
         return grad, None, None
 

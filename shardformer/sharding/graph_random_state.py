@@ -43,7 +43,7 @@ ENTER, LEAVE, SWAP = (
 
 
 def _raise_uncompiled_marker_error(*_: Any) -> None:
-    raise AssertionError("A graph with random state markers was not compiled with compile_with_rng_state.")
+    raise AssertionError("Bug in ShardFormer: a graph with random state markers ran without compile_with_rng_state.")
 
 
 for _mark in (ENTER, LEAVE, SWAP):
@@ -54,13 +54,13 @@ for _mark in (ENTER, LEAVE, SWAP):
 
 
 def get_joint_rng_state(device: torch.device) -> Tensor:
-    """Return the states of torch's random generators, joined into one tensor."""
+    """Concatenate the states of torch's random generators into one tensor."""
     states = [generator.get_state() for generator in get_torch_generators(device)]
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def set_joint_rng_state(rng_state: Tensor, device: torch.device) -> None:
-    """Set torch's random generators to a state that ``get_joint_rng_state`` returned."""
+    """Restore the states of torch's random generators from the tensor that ``get_joint_rng_state`` returned."""
     generators = get_torch_generators(device)
     sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [rng_state.numel()]
     for generator, part in zip(generators, rng_state.split(sizes), strict=True):
@@ -99,7 +99,7 @@ torch.library.register_fake(
 
 @cache
 def make_random_op_with_explicit_state(op: Any) -> Any:
-    """Return a version of a random operator that takes the random state as an argument and returns the new state.
+    """Create a version of a random operator that takes the random state as an argument and returns the new state.
 
     The new operator modifies none of its arguments. Where ``op`` writes to an argument, it returns the changed copy.
     """

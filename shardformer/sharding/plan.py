@@ -66,7 +66,7 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def get_sharded_param_names_by_id(self) -> dict[int, str]:
-        """Return the names of all parameters that will be sharded, by the ``id`` of the parameter."""
+        """Map the ``id`` of each parameter that will be sharded to the name of the parameter."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {
@@ -232,12 +232,13 @@ def _add_sharded_parameters(
         if owner is None or known.get(name) is None:
             near = suggest_similar_names(name if owner else owner_path, known or [n for n, _ in module.named_modules()])
             raise PolicyError(
-                f"The policy names {path!r}, which is not a parameter or buffer of the model.",
+                f"The policy shards {path!r}, which is not a parameter or buffer of the model.",
                 remedy=f"Fix the name in the policy. {near}",
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, but ShardFormer cannot shard a buffer that the state dict contains.",
+                f"The policy shards the buffer {path}, but ShardFormer cannot shard a buffer that the state dict "
+                "contains.",
                 remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(module_path, owner_path)) in plan.replacements:
@@ -264,7 +265,7 @@ def _add_tensor_parallel_block(
         )
         raise PolicyError(
             f"The policy has no rule for {own[0]}, a parameter of an attention module or MLP.",
-            remedy=f"Add the parameter to {where}, move it into a submodule, or do not shard this module.",
+            remedy=f"Add the parameter to {where} in the policy, or move the parameter into a submodule.",
         )
     plan.blocks.append((module_path, block))
 
@@ -279,9 +280,9 @@ def _add_attribute_changes(
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             wrong = attribute if owner is not None else owner_path
             near = suggest_similar_names(wrong, [n for n in known if n[:1] != "_"])
-            where = join_path(module_path, owner_path) or "The model"
+            where = join_path(module_path, owner_path) or "the model"
             raise PolicyError(
-                f"{where} has no attribute {attribute!r}, but the policy changes it.",
+                f"The policy changes the attribute {attribute!r} of {where}, which does not exist.",
                 remedy=f"Fix the name in attribute_replacement. {near}",
             )
         even_submodules = [
@@ -291,10 +292,10 @@ def _add_attribute_changes(
         plan.attributes[join_path(module_path, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
-            where = module_path or "The model"
+            where = module_path or "the model"
             near = suggest_similar_names(name, [n for n in dir(module) if not n.startswith("_")])
             raise PolicyError(
-                f"{where} ({type(module).__name__}) has no method {name!r}, which the policy replaces.",
+                f"The policy replaces the method {name!r} of {where} ({type(module).__name__}), which does not exist.",
                 remedy=f"Fix the name in method_replacement. {near}",
             )
         plan.methods[join_path(module_path, name)] = method
@@ -330,7 +331,7 @@ def _iter_matching_modules(
             key_name = get_display_name(key)
             raise PolicyError(
                 f"The policy's rule for {key_name!r} matches no module of {type(model).__name__}.",
-                remedy="Use a class, a class name, or a path with * for an index. "
+                remedy="Write the rule for a class, a class name, or a path with * for an index. "
                 + suggest_similar_names(key_name, known),
             )
         yield from found
@@ -373,7 +374,7 @@ def _check_tied_weights_are_all_sharded(plan: ShardingPlan) -> None:
             other = sharded[id(p)]
             name, owner = join_path(path, name), other.rpartition(".")[0]
             raise PolicyError(
-                f"{name} is tied to the sharded parameter {other}, but the policy does not shard it.",
+                f"The parameter {name} is tied to the sharded parameter {other}, but the policy does not shard {name}.",
                 remedy=f"Add {path!r} to the policy, for example as the `head`, or keep {owner!r} replicated.",
             )
 

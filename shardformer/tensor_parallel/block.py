@@ -70,7 +70,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalHeadWidthTensor(Tensor):
-    """A tensor (B, N, H) whose ``shape`` ends with the width of this rank's attention heads instead of H."""
+    """Block input whose last dim in ``shape`` is the width of this rank's attention heads, not the hidden size."""
 
     block: TensorParallelBlock
 
@@ -78,8 +78,8 @@ class LocalHeadWidthTensor(Tensor):
     def from_tensor(tensor: Tensor, block: TensorParallelBlock) -> LocalHeadWidthTensor:
         if not has_real_data(tensor):
             raise ConfigError(
-                "This model does not support fake tensors: the size of its attention heads depends on an input.",
-                remedy="Run it with real tensors, for example with shardformer.local_ranks.threads.run_as_threads.",
+                "This model does not support fake tensors, because its attention reads the head size from an input.",
+                remedy="Use real tensors, for example with shardformer.local_ranks.threads.run_as_threads.",
             )
         entered = tensor.as_subclass(LocalHeadWidthTensor)
         entered.block = block
@@ -159,11 +159,11 @@ class TensorParallelBlock:
 
     @property
     def region(self) -> TpRegion:
-        """Collectives that the block uses in this forward pass. A ``ReplicatedInputRegion`` if it has no input."""
+        """Collectives of this block in the current forward pass. A ``ReplicatedInputRegion`` if it has no input."""
         return self._region or ReplicatedInputRegion(self.axis)
 
     def enter_block(self, hidden_states: Tensor, training: bool) -> Tensor:
-        """Convert this rank's activations into the full input (B, S, H) of the block. Communicates as ``region``."""
+        """Convert this rank's activations into the full input of the block. Communicates as ``region``."""
         if torch.compiler.is_compiling():
             return self._enter_compiled_block(hidden_states, training)
         self._outputs, self._shared_input = {}, None
@@ -189,7 +189,7 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled_block(self, hidden_states: Tensor, training: bool) -> Tensor:
-        """Return the full input of a tensor-parallel block that is compiled with torch.compile.
+        """Compute the full input of a tensor-parallel block that is compiled with torch.compile.
 
         Each linear layer of the block computes its own output. The compiler sums their gradients before the collective
         of the backward pass, as in ``compute_column_output``.
@@ -208,13 +208,13 @@ class TensorParallelBlock:
         return entered
 
     def _get_full_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the full input of the block, if ``hidden_states`` is this rank's input, or ``hidden_states``."""
+        """Return the full block input if ``hidden_states`` is this rank's shard of it, otherwise ``hidden_states``."""
         return (
             self._block_input if hidden_states is self._local_input and self._block_input is not None else hidden_states
         )
 
     def register_entry_hooks(self, entry_module: nn.Module, *, contains_row_linear: bool = False) -> None:
-        """Make the first tensor argument of ``entry_module`` the input of the block."""
+        """Register hooks that make the first tensor argument of ``entry_module`` the input of the block."""
         self._entry_class_name = type(entry_module).__name__
         self._is_watched = contains_row_linear
         after = self.residual_check_forward_hook if contains_row_linear else None
@@ -224,7 +224,7 @@ class TensorParallelBlock:
         return map_first_tensor_arg(args, kwargs, lambda x: self.enter_block(x, module.training))
 
     def compute_column_output(self, column_linear: ColumnParallelLinear, hidden_states: Tensor) -> Tensor:
-        """Return the output (B, S, f) of a column-parallel linear layer in this block for the input.
+        """Compute the output (B, S, f) of one of the block's column-parallel linear layers.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
@@ -252,7 +252,7 @@ class TensorParallelBlock:
         return self._outputs.pop(id(column_linear))
 
     def get_shared_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the input (B, S, H) that the column-parallel layers of the block and their adapters share.
+        """Return the block input (B, S, H), which the column-parallel layers and their PEFT adapters share.
 
         Autograd adds their input gradients before the entry sums them over the ranks, in one collective. Returns any
         other tensor unchanged.
@@ -274,13 +274,14 @@ class TensorParallelBlock:
     def _check_entry_module_was_called(self, column_linear: ColumnParallelLinear) -> None:
         if any(c is column_linear for c in self.columns):
             raise PolicyError(
-                f"The model replaced its {self._entry_class_name} after it was sharded.",
+                f"The {self._entry_class_name} of the model was replaced after sharding, so its input gradients would "
+                "be wrong.",
                 remedy="Replace the module before you shard the model. For BigBird, which replaces its attention for "
                 "short sequences, set attention_type in the config or pass longer sequences.",
             )
 
     def compute_column_output_by_weight(self, weight: Tensor, hidden_states: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel layer that owns ``weight``, or None if no layer owns it."""
+        """Compute the output of the column-parallel layer that owns ``weight``, or return None if no layer owns it."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.compute_column_output(column, hidden_states)
 
@@ -313,18 +314,20 @@ class TensorParallelBlock:
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_output_of_node(node)):
                 raise PolicyError(
-                    f"The residual connection in {type(module).__name__} must be outside the sharded layers.",
-                    remedy="In the policy, set entry to the first projection: inputs=AttentionInputs(entry=...).",
+                    f"{type(module).__name__} contains a residual connection, which must be outside the sharded "
+                    "layers.",
+                    remedy="In the policy, let the sharded layers start at the first projection: "
+                    "inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
     def use_shared_random_state(self) -> AbstractContextManager[None]:
-        """Return a context with the random state from before the block. Ranks with the same activations share it."""
+        """Temporarily restore the random state from before the block. Ranks with the same activations share it."""
         return self._random.use_outer_rng_state()
 
     def include_rng_switch_in_graph(self) -> None:
-        """Include the switch to the block's random state in the graph of a compiled layer."""
+        """Capture the switch to the block's random state in the graph of a compiled layer."""
         self._random.is_in_graph = self._random.is_enabled
 
     def exit_block(self, training: bool) -> None:
@@ -352,8 +355,9 @@ def register_argument_pre_hook(
     if argument_name not in names and "kwargs" not in names:
         known = ", ".join(names)
         raise PolicyError(
-            f"{type(module).__name__}.forward has no argument {argument_name!r}, which the policy names.",
-            remedy=f"In the policy, use one of the arguments {known}.",
+            f"The policy refers to the argument {argument_name!r} of {type(module).__name__}.forward, which does not "
+            "exist.",
+            remedy=f"Use an existing argument in the policy: {known}.",
         )
     position = names.index(argument_name) if argument_name in names else len(names)
 
@@ -370,7 +374,7 @@ def register_argument_pre_hook(
 
 
 def select_local_heads(tensor: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
-    """Return this rank's attention heads from a tensor that contains all heads along ``dim``.
+    """Select this rank's attention heads from a tensor that contains all heads along ``dim``.
 
     The dim may combine samples and heads. Backward, if ``tensor`` requires a gradient: one all-reduce of ``tensor``.
     """

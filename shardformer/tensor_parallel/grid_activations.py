@@ -38,7 +38,7 @@ from shardformer.transformers_compat import find_kv_caches, has_cached_tokens
 
 
 class GridActivationSharding(ActivationSharding):
-    """Shards the activations between blocks over a tensor grid, by samples and by hidden features.
+    """Shards the activations between blocks over a 2D, 2.5D or 3D grid of ranks, by samples and hidden features.
 
     A batch that does not divide evenly is padded with copies of its last sample, whose outputs are dropped. Outside
     training, a forward pass that reads or returns cached keys and values is replicated over the ranks.
@@ -87,8 +87,8 @@ class GridActivationSharding(ActivationSharding):
         self._is_open = is_training or not (caches or kwargs.get("use_cache"))
         if is_training and any(map(has_cached_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
-                "A tensor grid does not support a KV cache in training.",
-                remedy="Train without a cache. For prefix tuning, use tensor_parallel_mode='1d'.",
+                "2D, 2.5D and 3D tensor parallelism do not support a KV cache in training.",
+                remedy="Train without a KV cache. For prefix tuning, use tensor_parallel_mode='1d'.",
             )
         return map_first_tensor_arg(
             args, kwargs, lambda x: self.shard_stack_input(resolve_deferred_tensors(x), module.training)
@@ -114,7 +114,7 @@ class GridActivationSharding(ActivationSharding):
         )
 
     def gather_stack_output(self, local_hidden_states: Tensor) -> Tensor:
-        """Gather the full output of the last layer. Forward: one all-gather over all ranks; backward: nothing.
+        """All-gather the full output of the last layer. Forward: one all-gather over all ranks; backward: nothing.
 
         A recomputation gathers too, because a checkpoint may contain a module after the stack (patch merging in Swin).
         """
@@ -141,7 +141,7 @@ class GridActivationSharding(ActivationSharding):
         return GatherHiddenFeaturesHook(self, module, has_random_ops)
 
     def select_local_samples(self, tensor: Tensor, dim: int, num_local_samples: int) -> Tensor:
-        """Return this rank's samples of the tensor, which has one or more entries per sample along ``dim``."""
+        """Select this rank's samples from a tensor that has one or more entries per sample along ``dim``."""
         batch = self.find_full_batch_size(num_local_samples)
         if batch is None or tensor.shape[dim] % batch:
             return tensor
@@ -153,7 +153,7 @@ class GridActivationSharding(ActivationSharding):
         return local.flatten(dim, dim + 1)
 
     def find_full_batch_size(self, num_local_samples: int) -> int | None:
-        """Return the full batch size of a forward pass, given how many samples this rank has."""
+        """Find the full batch size of a forward pass from the number of samples on this rank."""
         if (
             self.is_restored
             or current_graph_task_id() < 0
@@ -163,7 +163,7 @@ class GridActivationSharding(ActivationSharding):
         return next((n for n in self._batch_sizes if self.get_num_local_samples(n) == num_local_samples), None)
 
     def get_num_local_samples(self, batch_size: int) -> int:
-        """Return how many samples of a batch each rank stores between blocks, including padding."""
+        """Compute how many samples of a batch each rank stores between blocks, including padding."""
         return -(-batch_size // self.grid.batch_size_divisor) * self.grid.batch_size_divisor // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridActivationSharding:

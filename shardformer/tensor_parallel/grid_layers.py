@@ -82,20 +82,20 @@ class GridTensorParallelRegion:
         return get_even_shard_length(self.hidden_size, self.grid.contraction)
 
     def get_num_local_samples_in_block(self, hidden_states: Tensor) -> int:
-        """Return how many samples this rank has inside a block that receives the activations."""
+        """Compute how many samples this rank processes inside a block, from the block's input."""
         return hidden_states.shape[self._get_sample_dim(hidden_states)] * self.grid.batch.size // self.grid.core.size
 
     def _get_sample_dim(self, hidden_states: Tensor) -> int:
         return self.batch_dim if hidden_states.dim() > 2 else 0
 
     def get_local_leading_shape(self, hidden_states: Tensor) -> tuple[int, ...]:
-        """Return the shape of this rank's block output without its hidden dim, for an activation in the block."""
+        """Compute the shape of this rank's block output without the hidden dim, from an activation in the block."""
         dim = self._get_sample_dim(hidden_states)
         samples = hidden_states.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*hidden_states.shape[:dim], samples, *hidden_states.shape[dim + 1 : -1])
 
     def enter(self, hidden_states: Tensor) -> Tensor:
-        """Return the full input (b, S, H) of a block for this rank's input. It is gathered when it is first used."""
+        """Wrap this rank's block input in a full input (b, S, H), which is gathered when it is first used."""
         dim = self._get_sample_dim(hidden_states)
         shape = (
             *hidden_states.shape[:dim],
@@ -129,7 +129,7 @@ class GridTensorParallelRegion:
     # --- communication of a compiled block, whose gathers autograd reverses
 
     def get_full_block_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the full input (b, S, H) of a block under torch.compile, for this rank's activations."""
+        """Gather the full input (b, S, H) of a block that is compiled with torch.compile."""
         return apply_with_custom_backward(hidden_states, self._gather_block_input, self._reduce_block_input_grad)
 
     def gather_column_input(self, hidden_states: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class GridTensorParallelRegion:
         return gather_from_sp_region(hidden_states, self.grid.column, dim, full)
 
     def compute_column_output(self, hidden_states: Tensor, column_linear: ColumnParallelLinear) -> Tensor:
-        """Return the output of a column-parallel linear layer for an input that ``gather_column_input`` returned."""
+        """Compute a column-parallel linear layer for an input that ``gather_column_input`` returned."""
         weight, dim = column_linear.weight, get_weight_hidden_dim(column_linear.transposed)
         weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_features_per_depth_layer)
         y = linear_matmul(hidden_states, weight, None, column_linear.transposed)
@@ -197,7 +197,7 @@ def compute_grid_column_linears(
     column_linears: Sequence[ColumnParallelLinear],
     gathered_input: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Compute all column-parallel linear layers of a block on a tensor grid. Return the detached input and the outputs.
+    """Compute a block's column-parallel linear layers on a tensor grid. Returns the detached input and the outputs.
 
     In 3D the input stays sharded, and None is returned for it. ``gathered_input`` is the full input, if already
     gathered.
@@ -321,7 +321,7 @@ class GridRowParallelMatmul(Function):
 
 
 def get_weight_hidden_dim(transposed: bool) -> int:
-    """Return which dim of a column-parallel weight is the hidden dim: 0 if stored transposed, otherwise 1."""
+    """Return the index of the hidden dim of a column-parallel weight: 0 if stored transposed, otherwise 1."""
     return 0 if transposed else 1
 
 
@@ -374,11 +374,11 @@ class GridParallelModule(ParallelModule):
 
 
 def get_hidden_dim_splits(hidden_size: int, grid: TensorGrid) -> list[AnySplit]:
-    """Return how the hidden dim of a weight is split over a tensor grid: over depth (only in 3D), then over rows."""
+    """Split the hidden dim of a weight over a grid of ranks: over depth (only in 3D), then over rows."""
     size = grid.contraction.size * grid.row.size
     if hidden_size < size:
         raise ConfigError(
-            f"The hidden size {hidden_size} cannot be sharded over {size} ranks of the tensor grid {grid}.",
+            f"The hidden size {hidden_size} is too small to shard over {size} ranks of the tensor grid {grid}.",
             remedy="Use a tensor grid with fewer rows.",
         )
     contraction = grid.contraction
@@ -522,7 +522,7 @@ class GridNorm(ShardedNorm):
 def sharded_layer_norm(
     hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, num_features: int, eps: float
 ) -> Tensor:
-    """Apply a layer norm to features that are sharded over ``axis``, and compute it in fp32 or fp64."""
+    """Apply layer norm to features that are sharded over ``axis``, computed in fp32 or fp64."""
     x32 = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.to(torch.float32)
     normed: Tensor = _ShardedNormalize.apply(x32, axis, num_features, eps)
     y = normed if weight is None else normed * weight

@@ -86,7 +86,6 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _make_weight_and_bias_specs(self, weight_shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Return how the weight and the bias are sharded, given the shape of the full weight."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(weight_shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
@@ -98,7 +97,7 @@ class _ParallelLinear(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear, a Conv1D of transformers or a 4-bit linear layer of bitsandbytes over the ranks.
+        """Shard an nn.Linear, a transformers Conv1D or a bitsandbytes 4-bit linear layer over the ranks.
 
         Raises ConfigError for other classes, and for a 4-bit weight whose shards would divide its blocks.
         """
@@ -111,7 +110,7 @@ class _ParallelLinear(ParallelModule):
         if not is_linear_or_conv1d(module):
             raise ConfigError(
                 f"{cls.__name__} can only replace a linear layer, but got a {type(module).__name__}.",
-                remedy="In the policy, name the linear layer itself, not the module that contains it.",
+                remedy="In the policy, pass the path of the linear layer itself, not of the module that contains it.",
             )
         check_behaves_like_plain_module(module, nn.Linear)
         weight = module.weight
@@ -184,13 +183,13 @@ class Linear1D_Col(_ParallelLinear):
         return self.finalize_adapter_output(y)
 
     def prepare_adapter_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the input for a PEFT adapter of this layer. Its gradient is summed over the ranks only once."""
+        """Prepare the input for a PEFT adapter of this layer. Its gradient is summed over the ranks only once."""
         if self.block is not None:
             return self.block.get_shared_input(hidden_states)
         return hidden_states if self.axis.size == 1 else prepare_extra_block_input(hidden_states, self.axis)
 
     def finalize_adapter_output(self, output: Tensor) -> Any:
-        """Complete the output of this layer, given this rank's output features."""
+        """Turn this rank's output features, including those of PEFT adapters, into the output of the layer."""
         if self.finish is not None:
             output = self.finish(output, self.bias)
         if self.expand is not None:
@@ -216,7 +215,7 @@ class FusedLinear1D_Col(Linear1D_Col):
     ) -> None:
         if out_features % n_fused:
             raise ConfigError(
-                f"out_features={out_features} is not divisible by n_fused={n_fused}.",
+                f"out_features={out_features} is not divisible by the number of fused projections, n_fused={n_fused}.",
                 remedy="Set n_fused to the number of concatenated projections, or pass split.",
             )
         axis = Axis.of(kwargs.get("process_group"))
@@ -276,7 +275,7 @@ class Linear1D_Row(_ParallelLinear):
         return self._reduce_output_and_exit_block(lambda region: self._reduce_matmul_or_defer(x, weight, region))
 
     def prepare_adapter_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the local input features for this layer and its PEFT adapters."""
+        """Select this rank's input features for this layer and its PEFT adapters."""
         hidden_states = resolve_deferred_tensors(hidden_states)
         return hidden_states if self.parallel_input else self._select_local_features(hidden_states)
 
@@ -417,7 +416,7 @@ class _ParallelEmbedding(ParallelModule):
         if not isinstance(module, nn.Embedding):
             raise ConfigError(
                 f"{cls.__name__} can only replace an nn.Embedding, but got a {type(module).__name__}.",
-                remedy="In the policy, name the nn.Embedding itself, not the module that contains it.",
+                remedy="In the policy, pass the path of the nn.Embedding itself, not of the module that contains it.",
             )
         factor = measure_embedding_scale(module)
         if factor is None or factor == 1:
@@ -426,7 +425,7 @@ class _ParallelEmbedding(ParallelModule):
             if value := getattr(module, option):
                 raise ConfigError(
                     f"An nn.Embedding with {option}={value} cannot be sharded.",
-                    remedy=f"Build the model without {option}, or keep this embedding replicated.",
+                    remedy=f"Build the model without {option}, or keep the embedding replicated.",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
@@ -510,7 +509,7 @@ class Embedding1D(_ParallelEmbedding):
 
 
 class ShardedNorm(ParallelModule):
-    """Layer norm or RMS norm over W features that are sharded over the ranks: (..., w) -> (..., w).
+    """Layer norm or RMS norm over features that are sharded over the ranks: (..., w) -> (..., w).
 
     Communicates: forward one all-reduce of one number per token (two for a layer norm), backward the same.
 
@@ -552,7 +551,8 @@ class ShardedNorm(ParallelModule):
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"ShardedNorm can only replace a norm over {full} features, but got a norm of shape {shapes}.",
+                f"ShardedNorm can only replace a norm over {full} features, but got a norm whose parameters have the "
+                f"shape {shapes}.",
                 remedy="Remove this norm from the policy if it normalizes each attention head separately.",
             )
         return cls(norm, process_group=process_group, **kwargs)
@@ -575,7 +575,7 @@ class ShardedNorm(ParallelModule):
         return (y if bias is None else y + bias).to(hidden_states.dtype)
 
     def _compute_mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean of ``hidden_states`` over the features of all ranks. Backward: one all-reduce."""
+        """Compute the mean of ``x`` over the features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
@@ -621,6 +621,6 @@ def _require_plain_dropout(parallel_cls: type[nn.Module], module: nn.Module, kwa
         raise ConfigError(
             f"{parallel_cls.__name__} can only replace an nn.Dropout without kwargs, but got "
             f"{type(module).__name__}{arguments}.",
-            remedy="In the policy, name the nn.Dropout itself, and remove the kwargs.",
+            remedy="In the policy, pass the path of the nn.Dropout itself, and remove the kwargs.",
         )
     return module

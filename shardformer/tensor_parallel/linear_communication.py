@@ -145,22 +145,22 @@ class ReplicatedInputRegion:
     axis: Axis
 
     def enter(self, hidden_states: Tensor) -> Tensor:
-        """Return the full input of a tensor-parallel block, given this rank's activations."""
+        """Convert this rank's activations into the full input of a tensor-parallel block."""
         entered = copy_to_tp_region(hidden_states, self.axis)
         return hidden_states.view_as(hidden_states) if entered is hidden_states else entered
 
     def gather_then_matmul(
         self, hidden_states: Tensor, matmul_fn: Multiply, gathered_input: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """All-gather the input unless ``gathered_input`` is passed. Return the full input and ``matmul_fn`` of it."""
+        """All-gather the input, if needed, and apply ``matmul_fn``. Returns the full input and the products."""
         return hidden_states, matmul_fn(hidden_states)
 
     def get_full_block_input(self, hidden_states: Tensor) -> Tensor:
-        """Return the full input of a block under torch.compile, given this rank's activations."""
+        """Convert this rank's activations into the full input of a block that is compiled with torch.compile."""
         return copy_to_tp_region(hidden_states, self.axis)
 
     def reduce_output(self, partial_output: Tensor) -> Tensor:
-        """Sum the output of a block over the ranks under torch.compile, and return this rank's activations."""
+        """Sum the output of a compiled block over the ranks, and return this rank's activations."""
         return reduce_from_tp_region(partial_output, self.axis)
 
     def start_output_reduction(self, partial_output: Tensor) -> PendingCollective:
@@ -172,7 +172,7 @@ class ReplicatedInputRegion:
         return self.start_output_reduction(matmul_fn(hidden_states)[0]).wait()
 
     def get_local_leading_shape(self, hidden_states: Tensor) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of the full activations, without the hidden dim."""
+        """Compute the shape of this rank's shard of the full activations, without the hidden dim."""
         return tuple(hidden_states.shape[:-1])
 
 
@@ -249,9 +249,10 @@ def prepare_extra_block_input(hidden_states: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if get_autograd_function_class(node) is CopyToTpRegion:
             raise PolicyError(
-                f"The attention modules and MLPs receive a tensor of shape {tuple(hidden_states.shape)} twice.",
-                remedy="Name this tensor only once in the policy: in `cross_states` of the LayerStack, or in `inputs` "
-                "of the attention modules.",
+                f"The policy declares a tensor of shape {tuple(hidden_states.shape)} twice as an input of attention "
+                "modules or MLPs, so its gradient would be summed twice.",
+                remedy="Declare the tensor only once in the policy: in `cross_states` of the LayerStack, or in "
+                "`inputs` of the attention modules.",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
@@ -266,7 +267,7 @@ def defer_all_reduce(tensor: Tensor, axis: Axis) -> DeferredTensor:
 
 
 def get_even_shard_length(full_length: int, axis: Axis) -> int:
-    """Return the length of this rank's shard if ``full_length`` elements are split evenly over the ranks."""
+    """Compute the length of this rank's shard if ``full_length`` elements are split evenly over the ranks."""
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
@@ -308,7 +309,7 @@ def compute_column_linears(
     column_linears: Sequence[ColumnParallelLinear],
     gathered_input: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute all column-parallel linear layers of a block. Return the detached full input and the outputs (B, S, f).
+    """Compute all column-parallel linear layers of a block. Returns the detached full input and the outputs.
 
     ``hidden_states`` is cast before the communication under autocast and for 16-bit weights. Communicates as the entry
     of the region. The backward pass overlaps the communication of the input gradient with the weight gradients.
@@ -344,7 +345,7 @@ def compute_single_column_linear(column_linear: ColumnParallelLinear, hidden_sta
 
 
 def linear_matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Return x @ W^T + b for a weight W of shape (out, in), or x @ W + b for a transposed one of shape (in, out)."""
+    """Apply a linear layer whose weight has the shape (out, in), or (in, out) if ``transposed``."""
     inputs = inputs.to(weight.dtype) if has_wider_dtype(inputs, weight) else inputs
     if not transposed:
         return F.linear(inputs, weight, bias)
@@ -415,7 +416,6 @@ def _compute_input_grad(
     transposed_flags: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the gradient of the block input, which is the sum over all column-parallel linear layers."""
     total = None
     for weight, t, grad in zip(weights, transposed_flags, grad_outputs, strict=True):
         if grad is None:
@@ -487,7 +487,7 @@ class _ApplyWithCustomBackward(Function):
 
 
 def apply_with_custom_backward(tensor: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
-    """Return ``forward_fn(tensor)``, and use ``backward_fn(grad)`` as the gradient of ``tensor``."""
+    """Apply ``forward_fn`` to a tensor, and use ``backward_fn`` to compute its gradient."""
     out: Tensor = _ApplyWithCustomBackward.apply(tensor, forward_fn, backward_fn)
     return out
 

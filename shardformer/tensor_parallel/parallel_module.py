@@ -114,7 +114,7 @@ class ParallelModule(nn.Module, ABC):
         super().__init__()
         if isinstance(axis, dist.ProcessGroup):
             raise ConfigError(
-                f"axis of {type(self).__name__} must be an Axis, but got the process group {axis}.",
+                f"The argument axis of {type(self).__name__} must be an Axis, but got the process group {axis}.",
                 remedy="Pass Axis.of(process_group).",
             )
         self.axis = axis or Axis("tensor")
@@ -177,7 +177,7 @@ def move_hooks(target_module: nn.Module, source_module: nn.Module) -> None:
 
 
 def check_behaves_like_plain_module(module: nn.Module, *module_classes: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` does not compute the same as a plain module of one of these classes.
+    """Raise ConfigError unless ``module`` computes the same results as a plain module of one of these classes.
 
     Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
@@ -189,19 +189,19 @@ def check_behaves_like_plain_module(module: nn.Module, *module_classes: type[nn.
         found = None if _matches_standard_forward(module) else "a custom `forward`"
     if found is not None:
         raise ConfigError(
-            f"{name} has {found}, so a parallel layer cannot replace it.",
-            remedy="Do not shard this module, or write a ParallelModule for it with its own from_native_module.",
+            f"The module {name} has {found}, so a tensor-parallel layer cannot replace it.",
+            remedy="Do not shard this module, or write a ParallelModule subclass for it.",
         )
     if is_linear_or_conv1d(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         raise ConfigError(
-            f"{name} has hooks, so a parallel layer cannot replace it.",
-            remedy="Remove the hooks, or register them on the attention module or MLP.",
+            f"The module {name} has hooks, so a tensor-parallel layer cannot replace it.",
+            remedy="Remove the hooks, or register them on the attention module or MLP that contains the module.",
         )
 
 
 @without_fake_tensors()
 def _matches_standard_forward(module: nn.Module) -> bool:
-    """Return whether a custom `forward` gives the same results as the standard one, on test values.
+    """Run a custom `forward` on test values to check that it gives the same results as the standard one.
 
     Examples are FalconLinear and Conv1D. The weights may be on the meta device, so the forward pass runs on a copy with
     test weights of the same shapes.
@@ -229,7 +229,7 @@ def _matches_standard_forward(module: nn.Module) -> bool:
 
 @without_fake_tensors()
 def measure_embedding_scale(embedding: nn.Embedding) -> float | None:
-    """Return the factor by which an embedding scales its vectors, or None if it changes them in another way.
+    """Measure the factor by which an embedding scales its vectors, or return None if it changes them otherwise.
 
     The factor is measured on copies of the embedding with two features, because the weights may be on the meta device.
     Gemma rounds the factor to the dtype of the weights and BART does not. The function tests both, and returns the
@@ -265,7 +265,7 @@ def measure_embedding_scale(embedding: nn.Embedding) -> float | None:
 
 
 def _make_test_tensor_like(reference: Tensor) -> Tensor:
-    """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``reference``.
+    """Create a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``reference``.
 
     The tensor is a view of a small vector.
     """
@@ -278,8 +278,8 @@ def check_dim_is_shardable(dim_name: str, dim_size: int, axis: Axis) -> None:
     """Raise ConfigError if a dim is too small to give every rank at least one element."""
     if dim_size < axis.size:
         raise ConfigError(
-            f"{dim_name}={dim_size} cannot be sharded over {axis.size} ranks.",
-            remedy=f"Use a tensor size of at most {dim_size}, or do not shard this layer.",
+            f"A layer with {dim_name}={dim_size} cannot be sharded over {axis.size} ranks.",
+            remedy=f"Use a tensor size of at most {dim_size}, or do not shard the layer.",
         )
 
 
@@ -290,7 +290,7 @@ def shard_parameter(
     axis: Axis,
     shard_by_param_id: dict[int, nn.Parameter] | None = None,
 ) -> Tensor:
-    """Replace a parameter or buffer of ``module`` by this rank's shard, and return the full tensor.
+    """Replace a parameter or buffer of ``module`` with this rank's shard, and return the full tensor.
 
     Stores the layout of a parameter in ``module.shard_specs`` and the axis in ``module.shard_axis``. Communicates
     nothing.

@@ -45,7 +45,7 @@ HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_for
 
 
 class UnalignedQuantizedSliceError(ConfigError):
-    """Raised if a 4-bit weight cannot be sharded without dividing one of its quantization blocks."""
+    """Raised if sharding a 4-bit weight would split one of its quantization blocks."""
 
 
 class QuantizedParallelLinear(QuantizedWeightsMixin):
@@ -73,7 +73,7 @@ class QuantizedParallelLinear(QuantizedWeightsMixin):
 
 
 def make_meta_linear_like(quantized_linear: Any) -> nn.Linear:
-    """Return a plain linear layer on the meta device with the shape, the bias and the hooks of a quantized layer."""
+    """Create a plain linear layer on the meta device with the shape, bias and hooks of a quantized layer."""
     plain = nn.Linear(quantized_linear.in_features, quantized_linear.out_features, bias=False, device="meta")
     plain.weight.requires_grad_(False)
     plain.register_parameter("bias", quantized_linear.bias)
@@ -83,7 +83,7 @@ def make_meta_linear_like(quantized_linear: Any) -> nn.Linear:
 
 @contextmanager
 def temporarily_replace_quantized_linears(model: nn.Module) -> Iterator[None]:
-    """Temporarily replace quantized linear layers by plain ones, so that a sharding policy can be chosen.
+    """Temporarily replace quantized linear layers with plain ones, so that a sharding policy can be chosen.
 
     The policy is then the same as for the unquantized model. Each plain layer has a single value in memory.
     """
@@ -140,7 +140,7 @@ def _copy_linear_without_weight(linear: Linear4bit, out_features: int, in_featur
 
 
 def make_unsharded_4bit_placeholder(parallel_linear: Any) -> nn.Module:
-    """Return an unsharded bitsandbytes layer with the sizes of a parallel layer. Its weight is one expanded zero."""
+    """Create an unsharded bitsandbytes layer with the sizes of a parallel layer. Its weight is one expanded zero."""
     from bitsandbytes.nn import Params4bit
 
     plain = _copy_linear_without_weight(
@@ -161,7 +161,7 @@ def make_unsharded_4bit_placeholder(parallel_linear: Any) -> nn.Module:
 
 
 def choose_quant_block_size(quant_state: QuantState, dim: int, local_slices: Sequence[Slice]) -> int | None:
-    """Return the largest quantization block size at which no slice cuts a block, or None if there is none."""
+    """Find the largest quantization block size at which no slice splits a block, or return None if none exists."""
     block = int(quant_state.blocksize)
     if quant_state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
         return None
@@ -171,7 +171,7 @@ def choose_quant_block_size(quant_state: QuantState, dim: int, local_slices: Seq
 
 
 def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice]) -> Params4bit:
-    """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight. The values do not change.
+    """Slice the rows (dim 0) or columns (dim 1) of a 4-bit weight, without changing its values.
 
     Raises UnalignedQuantizedSliceError if a slice divides a block of 32 values, and ConfigError if this release of
     bitsandbytes computes other values.
@@ -188,9 +188,10 @@ def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice
             f"The 4-bit weight has {width} columns, which is not a multiple of the quantization block size "
             f"{state.blocksize}"
             if width % state.blocksize
-            else f"The columns {columns} of the 4-bit weight do not start and end at a multiple of {MIN_BLOCK}",
-            remedy="Use fewer tensor ranks, or list the layer in llm_int8_skip_modules of the BitsAndBytesConfig. "
-            "Or use data parallelism and ZeRO, which do not split weights into such slices.",
+            else f"The columns {columns} of the 4-bit weight do not start and end at a multiple of {MIN_BLOCK}, so "
+            "sharding would split a quantization block",
+            remedy="List the layer in llm_int8_skip_modules of the BitsAndBytesConfig"
+            + ("." if width % state.blocksize else ", or use fewer tensor ranks."),
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = get_fp32_block_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
@@ -217,8 +218,9 @@ def slice_4bit_weight(weight: Params4bit, dim: int, local_slices: Sequence[Slice
     expected = torch.cat([full.narrow(dim, a, b - a) for a, b in local_slices], dim)
     if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
         raise ConfigError(
-            "Cannot shard a 4-bit weight, because this release of bitsandbytes stores the values in an unknown order.",
-            remedy="Upgrade bitsandbytes, or use data parallelism or ZeRO instead of tensor parallelism.",
+            "Cannot shard a 4-bit weight, because the installed version of bitsandbytes stores the values in an "
+            "unknown order.",
+            remedy="Upgrade bitsandbytes, or use data parallelism instead of tensor parallelism.",
         )
     return local
 

@@ -64,7 +64,7 @@ class ActivationSharding:
             dims = ", ".join(d for d in REGIONS_BY_DIM if d)
             raise ConfigError(
                 f"Activations between layers can only be sharded in contiguous slices along {dims}, but got {shard}.",
-                remedy="Shard this dimension at the inputs of the model instead.",
+                remedy="Shard the dimension at the inputs of the model instead.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input
@@ -88,7 +88,7 @@ class ActivationSharding:
         return self.axis if self._dim is not None else None
 
     def select_tp_region(self, hidden_states: Tensor) -> TpRegion:
-        """Return the collectives that a block with the input needs at its input and output."""
+        """Select the collectives at the input and output of a block that receives ``hidden_states``."""
         if self._dim is None:
             return ReplicatedInputRegion(self.axis)
         if hidden_states.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
@@ -130,7 +130,7 @@ class ActivationSharding:
         return scatter_to_parallel_region(hidden_states, self.axis, SEQUENCE, self._make_sequence_split())
 
     def gather_stack_output(self, local_hidden_states: Tensor) -> Tensor:
-        """Return the full output of the last layer as a tensor that is gathered when it is first used.
+        """Wrap the output of the last layer in a full tensor that is all-gathered when it is first used.
 
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
@@ -189,7 +189,7 @@ class ActivationSharding:
         )
 
     def register_token_free_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherActivationsHook | None:
-        """Register hooks for a module whose inputs have no token dimension. Every rank computes it in full."""
+        """Register hooks for a module that has no token dimension and that every rank computes in full."""
         return None if self._dim is None else TokenFreeModuleHook(self, module, has_random_ops)
 
     def register_full_sequence_hooks(self, module: nn.Module, has_random_ops: bool) -> GatherActivationsHook | None:
@@ -228,8 +228,8 @@ class ActivationSharding:
             raise ConfigError(
                 f"The hidden states must have shape (batch, {length}, hidden) on this rank for a sequence of "
                 f"{self.full} tokens, but got {tuple(local_hidden_states.shape)}.",
-                remedy="Disable sequence parallelism, or options such as chunk_size_feed_forward, which split the "
-                "sequence.",
+                remedy="Disable sequence parallelism, or disable options that split the sequence, such as "
+                "chunk_size_feed_forward.",
             )
 
     def view_as_local_tokens(self, tensor: Tensor) -> Tensor | None:
@@ -301,7 +301,7 @@ class GatherSequenceHook(GatherActivationsHook):
         return map_first_output(output, self._select_local_positions)
 
     def _select_local_positions(self, tensor: Tensor) -> Tensor:
-        """Return this rank's token positions of a tensor (B, S, ...) or of flattened tokens (B*S, H)."""
+        """Select this rank's token positions from a tensor (B, S, ...) or from flattened tokens (B*S, H)."""
         stream = self._stream
         if tensor.dim() == 2 and tensor.shape[0] == stream.samples * stream.full:
             return self._select_local_positions(tensor.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
@@ -332,7 +332,7 @@ class TokenFreeModuleHook(GatherSequenceHook):
 def map_first_tensor_arg(
     args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``fn`` to the first tensor argument of a module, the hidden states."""
+    """Apply ``fn`` to the hidden states, which are the first tensor argument of a module."""
     if args and isinstance(args[0], Tensor):
         return (fn(args[0]), *args[1:]), kwargs
     name = _get_first_tensor_kwarg_name(kwargs)
@@ -340,7 +340,7 @@ def map_first_tensor_arg(
 
 
 def get_first_tensor_arg(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the first tensor argument of a module, the hidden states."""
+    """Return the hidden states, which are the first tensor argument of a module."""
     first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_get_first_tensor_kwarg_name(kwargs)]
     return first
 
@@ -348,7 +348,10 @@ def get_first_tensor_arg(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Te
 def _get_first_tensor_kwarg_name(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without hidden states.", remedy="Pass the hidden states as a tensor.")
+        raise InputError(
+            "A layer was called without hidden states: none of its arguments is a tensor.",
+            remedy="Pass the hidden states as a tensor.",
+        )
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 

@@ -37,9 +37,9 @@ ViewReplay = Callable[[Tensor], Tensor]
 
 
 def wrap_local_logits_as_full_logits(local_logits: Tensor, axis: Axis, vocab_bounds: Sequence[int]) -> Tensor:
-    """Wrap this rank's vocabulary columns (..., v) in a tensor that behaves like the full logits (..., V).
+    """Wrap the logits of this rank's vocabulary slice in a tensor that behaves like the full logits.
 
-    Returns ``local_logits`` on an axis of size 1. Communicates nothing.
+    (..., v) -> (..., V). Returns ``local_logits`` on an axis of size 1. Communicates nothing.
 
     Args:
         vocab_bounds: R + 1 numbers; rank r has columns ``vocab_bounds[r]`` to ``vocab_bounds[r + 1]``, and
@@ -129,7 +129,7 @@ class VocabParallelLogits(ShardedTensor):
     def with_local_shard(
         self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
     ) -> VocabParallelLogits:
-        """Return logits with the same sharding but another local shard.
+        """Create logits with the same sharding as these, but with another local shard.
 
         A deferred cast stays deferred, unless ``dtype`` is passed.
         """
@@ -206,7 +206,7 @@ def get_local_shard(logits: VocabParallelLogits) -> Tensor:
 
 
 def _replace_logits_in_place(logits: VocabParallelLogits, full_logits: Tensor) -> None:
-    """Replace the values and the autograd history of ``logits`` by those of ``full_logits``."""
+    """Replace the values and the autograd history of ``logits`` with those of ``full_logits``."""
     local = get_local_vocab_slice_like(full_logits, logits)
     with DisableTorchFunctionSubclass():
         _ReplaceLocalLogits.apply(logits, local)
@@ -214,12 +214,12 @@ def _replace_logits_in_place(logits: VocabParallelLogits, full_logits: Tensor) -
 
 
 def get_local_vocab_slice_like(full_tensor: Tensor, logits: VocabParallelLogits) -> Tensor:
-    """Return this rank's slice of a full tensor, with the same sharding as ``logits``."""
+    """Slice a full tensor to this rank's part of the vocabulary, with the same sharding as ``logits``."""
     return get_local_vocab_slice(full_tensor, logits.axis, logits.bounds, logits.shard_dim)
 
 
 def get_local_vocab_slice(full_tensor: Tensor, axis: Axis, vocab_bounds: tuple[int, ...], vocab_dim: int) -> Tensor:
-    """Return this rank's vocabulary slice of a full tensor along ``vocab_dim``."""
+    """Slice a full tensor along ``vocab_dim`` to this rank's part of the vocabulary."""
     if isinstance(full_tensor, VocabParallelLogits):
         if full_tensor.shard_dim == vocab_dim:
             return full_tensor.to_local()
@@ -256,7 +256,7 @@ class _UnwrapLocalLogits(Function):
 
 
 class _ReplaceLocalLogits(Function):
-    """Autograd function that replaces the values of sharded logits by another local shard."""
+    """Autograd function that replaces the values of sharded logits with another local shard."""
 
     @staticmethod
     def forward(ctx: Any, logits: VocabParallelLogits, local_logits: Tensor) -> VocabParallelLogits:

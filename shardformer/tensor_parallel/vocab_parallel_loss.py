@@ -36,7 +36,7 @@ from shardformer.torch_compat import assert_async
 
 
 class TokenStatistics(NamedTuple):
-    """Log-probabilities and other statistics of T tokens, each of shape (T,), or None if not requested."""
+    """Log-probability of each token's label, and optional statistics such as the entropy, each of shape (T,)."""
 
     log_probs: Tensor  # the log-probabilities and the entropy have gradients
     entropy: Tensor | None
@@ -71,10 +71,10 @@ def vocab_parallel_token_statistics(
     vocab_bounds: Sequence[int],
     requested_statistics: Sequence[str] = (),
 ) -> TokenStatistics:
-    """Compute the log-probability of each label and other statistics of sharded logits. Identical on all ranks.
+    """Compute label log-probabilities, and statistics such as entropy, from logits sharded over the vocabulary.
 
-    Computes 16-bit logits in fp32. Communicates: forward one all-gather of K*R*T numbers, where K is 3, and one more
-    for each requested statistic; backward nothing.
+    The results are identical on all ranks. Computes 16-bit logits in fp32. Communicates: forward one all-gather of
+    K*R*T numbers, where K is 3, and one more for each requested statistic; backward nothing.
 
     Args:
         logits_Tv: (T, v), the columns of this rank.
@@ -142,7 +142,7 @@ class _ComputeTokenStatistics(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, local_labels_T: Tensor, statistic_names: Sequence[str]) -> Tensor:
-    """Return the statistics ``statistic_names`` of each token's local logits, such as the maximum, as (K, T)."""
+    """Compute per-token statistics from the logits of the vocabulary entries on this rank, as a (K, T) tensor."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in statistic_names}
@@ -198,7 +198,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     upcast: bool = False,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` of logits that are sharded over the vocabulary. Identical on all ranks.
+    """Compute ``F.cross_entropy`` of logits that are sharded over the vocabulary. The loss is identical on all ranks.
 
     16-bit logits are processed in fp32, one chunk of rows at a time, without a copy of all logits. The logits are kept
     for the backward pass, which allocates their gradient in the same dtype.
@@ -276,10 +276,11 @@ class _VocabParallelCrossEntropy(Function):
 def _compute_local_softmax_stats(
     logits_Tv: Tensor, label_columns_T1: Tensor, is_local_label_T1: Tensor, options: _CrossEntropyOptions
 ) -> Tensor:
-    """Return the maximum, the sum of exponentials and the label logit of each token's local logits.
+    """Compute per-token softmax statistics from the logits of the vocabulary entries on this rank.
 
-    Returns them as a (K, T) tensor. The label logit is 0 if another rank has it. With label smoothing, the tensor also
-    contains the sum of the logits. Both sums are relative to the maximum.
+    Returns the maximum, the sum of exponentials and the label logit as a (K, T) tensor. The label logit is 0 if another
+    rank has it. With label smoothing, the tensor also contains the sum of the logits. Both sums are relative to the
+    maximum.
     """
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
@@ -326,7 +327,7 @@ def _compute_logits_grad(
     label_grad_T1: Tensor,
     uniform_grad_T1: Tensor | None,
 ) -> Tensor:
-    """Return the gradient (T, v) of the local logits, in the dtype of the logits.
+    """Compute the gradient (T, v) of the logits of the vocabulary entries on this rank, in the logits' dtype.
 
     It is scale * exp(x - M) - ``uniform``, plus ``at_label`` at the column of the label.
     """
@@ -347,12 +348,12 @@ def _compute_logits_grad(
 
 
 def clamp_neg_inf(max_logits_T: Tensor) -> Tensor:
-    """Replace -inf by the lowest finite number, so that fully masked logits do not produce NaN."""
+    """Replace -inf with the lowest finite number, so that fully masked logits do not produce NaN."""
     return max_logits_T.clamp(min=torch.finfo(max_logits_T.dtype).min)
 
 
 def iter_token_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Split the rows of the logits into chunks of at most CHUNK_BYTES, or of one row, and yield their slices."""
+    """Yield slices of consecutive tokens, whose logits occupy at most ``CHUNK_BYTES`` or belong to one token."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):
@@ -380,8 +381,8 @@ def _check_target_ids(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ign
         raise InputError(
             f"The label {label} is outside the vocabulary (0 to {vocab_size - 1}) and is not "
             f"ignore_index={ignore_index}.",
-            remedy="Use the tokenizer of the model, call resize_token_embeddings before shard_model, or set the labels "
-            f"of padding tokens to {ignore_index}.",
+            remedy=f"Set the labels of padding tokens to {ignore_index}. If the tokenizer has new tokens, call "
+            "resize_token_embeddings before shard_model.",
         )
 
 
@@ -392,7 +393,7 @@ def cross_entropy_1d(
     process_group: Axis | dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return the mean cross entropy of logits that are sharded over a process group.
+    """Compute the mean cross entropy of logits whose vocabulary is sharded over a process group.
 
     logits (..., v), labels (...) -> (). Communicates as ``vocab_parallel_cross_entropy``.
 
@@ -431,5 +432,5 @@ class DistCrossEntropyLoss(nn.Module):
         self.ignore_index, self.axis, self.vocab_size = ignore_index, Axis.of(process_group), vocab_size
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss for logits (..., v) and labels (...). The loss is identical on all ranks."""
+        """Compute the mean loss for logits (..., v) and labels (...). The loss is identical on all ranks."""
         return cross_entropy_1d(logits, labels, self.ignore_index, self.axis, self.vocab_size)

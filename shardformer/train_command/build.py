@@ -116,17 +116,18 @@ def build_optimizer_factory(optimizer_options: OptimizerOptions) -> MakeOptimize
 def _make_optimizer_error(
     optimizer_class: type[Optimizer], arguments: Mapping[str, Any], exception: Exception
 ) -> ConfigError:
-    """Make an error for an optimizer that does not accept its arguments, or only some parameters, such as matrices."""
+    """Explain in a ConfigError why an optimizer rejects its arguments or the parameters of the model."""
     reason = get_first_message_line(exception)
     try:
         optimizer_class([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception:  # classes raise different errors
         shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         return ConfigError(
-            f"{optimizer_class.__name__} does not accept {shown}: {reason}.", remedy="Fix these values in [optimizer]."
+            f"{optimizer_class.__name__} does not accept the arguments {shown}: {reason}.",
+            remedy="Fix these arguments in [optimizer].",
         )
     return ConfigError(
-        f"{optimizer_class.__name__} does not accept all parameters of a model: {reason}.",
+        f"{optimizer_class.__name__} does not accept all parameters of the model: {reason}.",
         remedy="Use another optimizer, or write a script with a second optimizer for the other parameters "
         "(docs/memory.md).",
     )
@@ -348,7 +349,7 @@ def count_steps_per_epoch(config: TrainConfig, training_data: TrainingData) -> i
 
 
 class LambdaLR(lr_scheduler.LambdaLR):
-    """The scheduler of a run. After the warm-up of a constant schedule, it keeps rates that a hook has changed.
+    """Learning-rate scheduler of a run. After a constant schedule has warmed up, it keeps rates that a hook has set.
 
     It has the name of its base class, because a checkpoint stores the name, and earlier checkpoints must load.
     """
@@ -380,7 +381,7 @@ def count_warmup_steps(schedule_options: ScheduleOptions, num_steps: int) -> int
 
 
 def _resolve_num_steps(steps_or_fraction: float, num_steps: int) -> int:
-    """Convert ``steps_or_fraction`` to a number of steps. A value below 1 is a fraction of ``num_steps``."""
+    """Convert a number or fraction of steps to a number of steps. A value below 1 is a fraction of ``num_steps``."""
     return math.ceil(steps_or_fraction * num_steps) if steps_or_fraction < 1 else round(steps_or_fraction)
 
 
@@ -676,5 +677,6 @@ def _check_data_fits_model(config: TrainConfig, training_data: TrainingData, mod
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's maximum of {most} positions.",
-            remedy=f"Use {most} or less, or increase the limit in model.config for rotary embeddings (RoPE).",
+            remedy=f"Use a sequence length of at most {most}. With rotary embeddings (RoPE), you can also increase the "
+            "limit in model.config.",
         )

@@ -177,7 +177,7 @@ ParallelTable = create_model(
 
 
 class OptimizerOptions(ConfigSection):
-    """The optimizer. Further keys are arguments of the optimizer class, such as `betas` and `weight_decay`."""
+    """The optimizer and its arguments. Further keys, such as `betas` and `weight_decay`, are passed to its class."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -306,7 +306,7 @@ class TrainConfig(ConfigSection):
         count = 1 if isinstance(data.train, str) else len(data.train)
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
-                f"data.weights must contain one positive number for each of {count} items in data.train, but got "
+                f"data.weights must contain one positive number for each of the {count} items in data.train, but got "
                 f"{data.weights}.",
                 remedy="Fix the list, or remove data.weights.",
             )
@@ -355,7 +355,7 @@ class TrainConfig(ConfigSection):
 
 
 def _get_optional_key_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return, for each optional key, whether the run uses it and which setting it requires."""
+    """Return whether each optional key has an effect, and the setting that it requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", count_ranks_on_axis(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
@@ -461,7 +461,9 @@ def load_train_config(config_path: str | Path, overrides: Sequence[str] = ()) ->
     path = Path(config_path)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # only one process could read a pipe
-            raise ConfigError(f"{path} must be a regular file.", remedy="Pass the path of a TOML file.")
+            raise ConfigError(
+                f"The configuration file {path} is not a regular file.", remedy="Pass the path of a TOML file."
+            )
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = suggest_similar_names(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
@@ -489,7 +491,7 @@ def parse_train_config(config_dict: dict[str, Any], source_name: str) -> TrainCo
 
 
 def _rename_deprecated_keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace deprecated key names by their current names, with a warning.
+    """Rename deprecated keys to their current names, with a warning.
 
     If a table has both names, validation reports the earlier name.
     """
@@ -553,8 +555,7 @@ def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table is not None else []
         return ConfigError(
-            f"{source_name} has {key} = {first['input']!r:.80}, which is not a key of "
-            f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}.",
+            f"{source_name} contains the unknown key {key} = {first['input']!r:.80}.",
             remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_config_key(name, known),
         )
     if first["type"] == "missing":
@@ -567,7 +568,7 @@ def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
     messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     return ConfigError(
-        f"{source_name} has an invalid value, {key} = {first['input']!r:.80}.",
+        f"{source_name} contains the invalid value {key} = {first['input']!r:.80}.",
         rule=". ".join(filter(None, (messages, _describe_key(table, name)))),
         remedy=suggest_similar_names(str(first["input"]), known)
         if first["type"] == "literal_error"
@@ -576,7 +577,6 @@ def _to_config_error(error: ValidationError, source_name: str) -> ConfigError:
 
 
 def _suggest_correction(pydantic_error: Mapping[str, Any]) -> str:
-    """Suggest how to correct a value that pydantic rejected."""
     limits = pydantic_error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:

@@ -329,7 +329,7 @@ class ConversationTokenizer:
     def _check_all_messages_rendered(
         self, messages: Sequence[Message], text: str, template_kwargs: dict[str, Any]
     ) -> None:
-        """Raise InputError if the chat template ignores one of the messages or the tools."""
+        """Raise InputError if the chat template does not render a message or the tools of a conversation."""
         key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *template_kwargs)
         if key in self.checked:
             return
@@ -350,7 +350,7 @@ class ConversationTokenizer:
                 ignored = f"{f'the {CALLS} of' if calls else 'the role'} {message['role']!r} in message {index + 1}"
         if ignored is not None:
             raise InputError(
-                f"The chat template ignores {ignored} of the conversation {messages!r:.100}.",
+                f"The chat template does not render {ignored} of the conversation {messages!r:.100}.",
                 remedy=f"Set data.chat_template to a template that renders {ignored}, or correct the data.",
             )
         self.checked.add(key)
@@ -369,17 +369,17 @@ class ConversationTokenizer:
             until = self.render(messages[: index + 1], **template_kwargs) if index + 1 < len(messages) else text
             if not (text.startswith(until) and until.startswith(prompt)):
                 raise InputError(
-                    f"With this chat template, message {index + 1} of a conversation changes how earlier messages are "
-                    f"rendered: {messages!r:.120}.",
-                    remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that keeps earlier "
-                    "messages unchanged.",
+                    f"The chat template changes earlier messages when it renders message {index + 1}, so that the "
+                    f"answers cannot be found in the conversation {messages!r:.120}.",
+                    remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that does not change "
+                    "earlier messages.",
                 )
             spans.append((len(prompt), len(until)))
         return spans
 
 
 def _contributes_to_loss(message: Message) -> bool:
-    """Return False for answers that do not contribute to the loss: empty answers and those with a weight of 0."""
+    """Return whether an answer is part of the loss, because it is not empty and its weight is not 0."""
     return message.get(WEIGHT, 1) != 0 and bool(message.get(CALLS) or (message["content"] or "").strip())
 
 
@@ -412,7 +412,7 @@ def _compile_chat_template(template_source: str) -> Any:
 def encode_conversations(
     rows: Iterable[Mapping[str, Any]], data_options: DataOptions, conversation_tokenizer: ConversationTokenizer
 ) -> Iterator[TokenizedSample]:
-    """Tokenize conversations, and skip those whose first ``data_options.sequence_length`` tokens contain no label.
+    """Tokenize conversations, and skip those without labels in the first ``data_options.sequence_length`` tokens.
 
     Raises:
         InputError: No row has a label.

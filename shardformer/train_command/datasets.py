@@ -278,7 +278,7 @@ def stream_token_blocks(
         if not isinstance(text, str):
             raise InputError(
                 f"The field {field!r} must be a string, but row {number} of the data has {text!r:.60}.",
-                remedy="Fix or remove that row, or set data.text to another field.",
+                remedy="Fix or remove the row, or set data.text to another field.",
             )
         rest += tokens.encode(text) + ([] if tokens.eos_token_id is None else [tokens.eos_token_id])
         count = len(rest) // length

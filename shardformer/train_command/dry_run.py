@@ -52,7 +52,7 @@ class RankMemoryEstimate:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Report on the model, data, layout and memory of a run, which ``shardformer train --dry-run`` prints.
+    """Report of ``shardformer train --dry-run`` on the model, data, parallel layout and memory of a run.
 
     Args:
         axis_sizes: Size of each mesh axis.
@@ -132,7 +132,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 
 
 def _get_device_name_and_free_memory() -> tuple[str, int | None]:
-    """Return the name of the local device and its free memory in bytes, which is None if it is unknown."""
+    """Return the name of the device and its free memory in bytes, or None if the free memory is unknown."""
     device = get_local_device()
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), int(torch.cuda.mem_get_info(device)[0])
@@ -161,7 +161,7 @@ class _MemoryEstimator:
         self.description = self.why_untraced = ""
 
     def estimate_rank_memory(self, layout: ParallelConfig, mesh_coords: dict[str, int]) -> RankMemoryEstimate:
-        """Estimate the memory of the rank with the mesh coordinates ``mesh_coords``. Estimate earlier stages first."""
+        """Estimate the memory of the rank at ``mesh_coords`` in the mesh. Estimate earlier stages first."""
         sizes = {name: size or 1 for name, size in layout.sizes.items()}
         context = reshape_tensor_axis(make_fake_context(mesh_coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), enable_fake_tensors():

@@ -198,7 +198,7 @@ def _make_collator(task: str, tokenizer: TextTokenizer) -> PaddingCollator:
 
 
 def should_add_end_token(config: TrainConfig) -> bool:
-    """Return whether a run tokenizes each text separately with special tokens, instead of concatenating all texts."""
+    """Return whether the tokenizer adds special tokens, such as an end token, to each text of a run."""
     names, task = get_data_source_names(config.data), config.model.task
     is_row = task == "sequence_to_sequence" and infer_data_format(config.data, names) != "text"
     return is_row or task in ("classification", "multi_label_classification", "regression")
@@ -229,7 +229,7 @@ def _make_length_grouped_sampler(data_options: DataOptions, train_dataset: Any) 
 def _find_label_classes(
     config: TrainConfig, row_sources: Sequence[DatasetRows], model_class_names: Sequence[str]
 ) -> list[Any]:
-    """Return the classes that occur in the training data, in the order of their indices."""
+    """Collect the classes in the training data, in the order of their indices."""
     labels: list[Any] = []
     names: list[str] = []
     for rows in row_sources:
@@ -335,7 +335,7 @@ class _DatasetBuilder:
 
     @property
     def skipped_rows_message(self) -> str:
-        """Message that reports how many rows are left out, or "" if no row is left out."""
+        """Warning about rows that have no answer within the sequence length, or an empty string."""
         length = self.config.data.sequence_length
         text = f"{self.num_skipped} of {self.num_rows} rows were skipped, because they have no answer in their first"
         return f"{text} {length} tokens. Increase data.sequence_length to use these rows." if self.num_skipped else ""

@@ -31,7 +31,7 @@ DECIDED_BY = {
 
 
 def load_model_config(config: TrainConfig, default_fields: Fields | None = None) -> PreTrainedConfig:
-    """Load the transformers config of the model, and apply the fields that the run configuration sets.
+    """Load the transformers config of the model, and apply the overrides in ``model.config``.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json contains such
     fields, so their values are kept unless the class rejects the combination. ``default_fields`` contains values for
@@ -48,7 +48,7 @@ def load_model_config(config: TrainConfig, default_fields: Fields | None = None)
 
 
 def _load_config_and_saved_fields(config: TrainConfig) -> tuple[PreTrainedConfig, Fields]:
-    """Return the config of the model and the fields of its config.json, or {} if it has no config.json."""
+    """Load the model's config, together with the fields of its config.json if it has this file."""
     transformers = import_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
@@ -108,7 +108,7 @@ def _check_fields_exist(model_config: PreTrainedConfig, fields: Fields, config_p
 
 
 def _get_config_for_model_type(nested_config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
-    """Return ``nested_config``, or a new config if the fields in ``fields`` set a different ``model_type``."""
+    """Return a new config if ``fields`` contains another ``model_type``, and otherwise ``nested_config``."""
     transformers = import_transformers()
     model_type = fields.get("model_type", nested_config.model_type)
     other = model_type != nested_config.model_type and model_type in transformers.CONFIG_MAPPING
@@ -116,7 +116,7 @@ def _get_config_for_model_type(nested_config: PreTrainedConfig, fields: Fields) 
 
 
 def _add_default_fields(model_config: PreTrainedConfig, run_fields: Fields, default_fields: Fields) -> dict[str, Any]:
-    """Add default values for fields that the run does not set. Fields of a text model go into the text config."""
+    """Add defaults for fields that the run does not set. Fields of a text model go into the text config."""
     text, known = model_config.get_text_config(), _get_field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
@@ -131,7 +131,7 @@ def _add_default_fields(model_config: PreTrainedConfig, run_fields: Fields, defa
 def _merge_config_fields(
     model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
 ) -> dict[str, Any]:
-    """Merge changed fields into the saved fields of a model config, and replace aliases by the actual field names."""
+    """Merge changed fields into the saved fields of a model config, and replace aliases with the actual field names."""
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved_fields.items()}
     for name, value in changed_fields.items():
@@ -180,7 +180,7 @@ def _build_model_config(
 def _iter_fields_to_omit(
     config_class: type[PreTrainedConfig], model_config: PreTrainedConfig, saved_fields: Fields, changed_fields: Fields
 ) -> Iterator[Sequence[str]]:
-    """Yield which saved fields to omit in each attempt to build a model config."""
+    """Yield the derived fields to omit from the saved config in each attempt to build the model config."""
     yield ()
     derived = []
     changed = {model_config.attribute_map.get(name, name) for name in changed_fields}

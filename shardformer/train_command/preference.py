@@ -32,7 +32,7 @@ ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference
 
 @dataclass(eq=False)
 class PreferenceDataset(Dataset[dict[str, Any]]):
-    """Data set for DPO, whose samples contain a prompt with its chosen answer and with its rejected answer.
+    """DPO data set of prompts, each with a chosen and a rejected answer.
 
     ``position_ids`` restart at the second prompt, so that the model masks attention between the answers.
 
@@ -102,7 +102,7 @@ class PreferenceCollator(PaddingCollator):
 
 
 def compute_answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probabilities of the chosen and rejected answers, as an fp32 tensor of shape (batch size, 2)."""
+    """Sum the token log-probabilities of each chosen and rejected answer. The shape is (batch size, 2)."""
     labels_BS = batch[ANSWER_IDS][:, 1:].to(logits_BSV.device)
     logits_TV = logits_BSV[:, :-1].float().flatten(0, 1)
     losses = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="none")
@@ -135,7 +135,7 @@ class DPOLoss:
 
 
 def count_batch_samples(batch: Mapping[str, Tensor]) -> float:
-    """Return the number of samples in a micro-batch, to weight its mean loss."""
+    """Return the number of samples in a micro-batch, which is the weight of its mean loss."""
     return float(len(batch["input_ids"]))
 
 

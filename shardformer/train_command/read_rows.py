@@ -50,7 +50,7 @@ def get_data_source_names(data_options: DataOptions, *, is_validation: bool = Fa
 
 
 def expand_file_patterns(path_patterns: Sequence[str]) -> list[str]:
-    """Replace file patterns such as ``data/*.parquet`` by the matching files in alphabetical order."""
+    """Replace file patterns such as ``data/*.parquet`` with the matching files in alphabetical order."""
     return [
         file
         for name in path_patterns
@@ -211,7 +211,7 @@ def get_column_values(rows: DatasetRows, column_name: str) -> list[Any]:
         if row.get(column_name) is None:
             if column_name in row:
                 what = f"The field {column_name!r} is null in row {index + 1} of the data."
-                raise InputError(what, remedy="Fix or remove that row.")
+                raise InputError(what, remedy="Set a value in the field, or remove the row.")
             remedy = suggest_similar_names(column_name, map(str, row))
             raise InputError(f"Row {index + 1} of the data has no field {column_name!r}.", remedy=remedy)
     return [row[column_name] for row in rows]
@@ -268,7 +268,7 @@ def get_label_column(rows: DatasetRows, column_name: str) -> tuple[list[Any], li
         number = labels.index("") + 1
         raise InputError(
             f"Row {number} of the data has an empty label in the field {column_name!r}.",
-            remedy="Fix or remove that row.",
+            remedy="Set a label, or remove the row.",
         )
     feature = (getattr(rows, "features", None) or {}).get(column_name)
     names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -305,7 +305,7 @@ def _parse_json_row(file_path: str, line_number: int, line: str) -> Mapping[str,
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise ValueError(f"the type is {type(row).__name__}")
+            raise ValueError(f"expected an object, but got a {type(row).__name__}")
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"Line {line_number} of {file_path} is not a JSON object ({error}): {line!r:.60}.",

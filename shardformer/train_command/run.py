@@ -1,4 +1,4 @@
-"""Runs the training that a run configuration describes, after checks of a resumed run, and prints its summary."""
+"""Trains a model from a run configuration, and checks for changed settings when a run resumes."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def describe_layout(layout: ParallelConfig, axis_sizes: Mapping[str, int], devic
 
 
 def print_labeled_rows(console: Console, labeled_rows: Iterable[tuple[str, str]]) -> None:
-    """Print each text after its label. In a terminal, wrap the texts to its width."""
+    """Print labels and texts in two aligned columns. In a terminal, wrap the texts to its width."""
     from rich.text import Text
 
     width = max(console.width - LABEL, 2 * LABEL) if console.is_terminal else 10**6
@@ -374,7 +374,7 @@ def _make_lr_lambda(schedule_options: Mapping[str, Any], num_steps: int) -> Call
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_lambda: Callable[[int], float]) -> None:
-    """Replace the learning rates from the checkpoint by the learning rates of the new schedule."""
+    """Replace the learning rates from the checkpoint with those of the new schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
@@ -390,7 +390,7 @@ DECODER = "is_decoder"
 
 
 def check_attention_fits_task(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Raise ConfigError if a language model is not suitable for its task because it attends to the wrong tokens.
+    """Raise ConfigError if the attention mask of a language model does not suit the task of the run.
 
     A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that
     require other inputs than tokens are not checked. Communicates nothing, and keeps the random state.
@@ -407,7 +407,7 @@ def check_attention_fits_task(config: TrainConfig, model: PreTrainedModel) -> No
         if task == "causal" and dependence.depends_on_label:
             alternative = _suggest_causal_model(model)
             raise ConfigError(
-                f"model.task = 'causal' does not support {name}, because the model reads the tokens it must predict.",
+                f"model.task = 'causal' does not support {name}, because the model sees the tokens it must predict.",
                 remedy=f"Set model.task = 'masked', or {alternative}.",
             )
         if task == "masked" and not (dependence.depends_on_later_tokens and dependence.is_label_aligned):

@@ -101,7 +101,7 @@ class TextTokenizer:
     def to_transformers_tokenizer(
         self, *, add_end_token: bool, chat_template: str | None = None
     ) -> PreTrainedTokenizerBase:
-        """Return a transformers tokenizer that produces the same tokens as this one, to save it with the model.
+        """Convert to an equivalent transformers tokenizer, which can be saved with the model.
 
         ``add_end_token`` must be True if the run tokenizes texts with ``encode_with_special_tokens``.
         """

@@ -66,7 +66,7 @@ class SavedModel:
     chat_template: str | None = None
 
     def with_config_overrides(self, overrides: Sequence[str]) -> SavedModel:
-        """Return a copy of this model with changes to its run configuration, such as ``parallel.tensor=2``."""
+        """Return a copy with overrides of its run configuration, such as ``parallel.tensor=2``."""
         assert self.run is not None
         tables = _remove_none_values(self.run.model_dump())
         for change in overrides:
@@ -167,8 +167,8 @@ def _find_saved_model_of_checkpoint(checkpoint_folder: Path, path_or_name: str) 
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
             f"The checkpoint '{checkpoint}' does not contain the config of its model.",
-            remedy="If your script saved it, load it with engine.load and call engine.export. If shardformer train "
-            "saved it, resume the run to save it again.",
+            remedy="If your script saved the checkpoint, call engine.load and engine.export. If shardformer train "
+            "saved the checkpoint, resume the run to save a new one.",
         )
     run = parse_train_config(_remove_none_values(json.loads(state["config"])), str(checkpoint))
     fields = json.loads(state[MODEL_KEY])
@@ -178,7 +178,6 @@ def _find_saved_model_of_checkpoint(checkpoint_folder: Path, path_or_name: str) 
 
 
 def _read_hook_states(checkpoint: Path) -> dict[str, Any]:
-    """Return the states of all hooks in a checkpoint, by the class name of the hook."""
     extra = decode_json_value(CheckpointIndex.read(checkpoint).values["extra"])
     user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
     return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
@@ -202,8 +201,8 @@ def evaluate_model(saved_model: SavedModel) -> dict[str, float] | None:
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
-            "A model with model.task = 'preference' cannot be evaluated after training, because the loss requires "
-            "the weights from before the training.",
+            "A model with model.task = 'preference' cannot be evaluated after training, because the DPO loss "
+            "also requires the initial weights.",
             remedy="Read validation/loss in the metrics of the training run instead.",
         )
     if saved_model.checkpoint is None:

@@ -36,7 +36,7 @@ class UnknownLengthError(ConfigError, TypeError):
 
 
 class ShardedDataLoader:
-    """Data loader that shards each global batch over the data-parallel ranks, and yields the shard of this rank.
+    """Data loader that shards each global batch over the data-parallel ranks, and yields this rank's shard.
 
     >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.from_sizes({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
@@ -87,8 +87,8 @@ class ShardedDataLoader:
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
-                f"accumulate={accumulate} requires a DataLoader as training data.",
-                remedy="Pass a DataLoader, or use a larger batch_size with micro_batch_size to limit memory.",
+                f"accumulate={accumulate} combines batches of a DataLoader, but the training data is not a DataLoader.",
+                remedy="Pass a larger batch_size instead, with micro_batch_size to limit memory.",
             )
         collate = collate_fn if is_loader else collate_fn or collate_samples
         self._source = make_data_source(source, collate, num_workers, shuffle)
@@ -152,7 +152,7 @@ class ShardedDataLoader:
         check_ranks_have_same_training_data(settings, self._source.size, self._source.read, self._context)
 
     def get_data_position_hashes(self) -> dict[str, int]:
-        """Return hashes of the data position and the last samples, so that ranks can compare them.
+        """Hash the data position and the last samples, so that ranks can compare them.
 
         A hash is 0 if it is unknown, because a prefetching thread reads the batches ahead of the training step.
         """
@@ -200,7 +200,7 @@ class ShardedDataLoader:
         return -(-(batches - merges) // self._accumulate)
 
     def set_parallel_context(self, context: ParallelContext) -> None:
-        """Shard later batches over the data-parallel ranks of ``context``, after the layout has changed."""
+        """Shard later batches over the data-parallel ranks of a new parallel layout."""
         self.check_num_data_ranks(context.data.size)
         self._shard, self._context = DataParallelPosition(context.data.rank, context.data.size), context
 
@@ -222,8 +222,8 @@ class ShardedDataLoader:
         if saved_count != count:
             raise ConfigError(
                 f"The checkpoint was saved with {saved_count} training samples, but the data now has {count}.",
-                remedy="Use the same data. To train on other data, load only the model with "
-                "shardformer.load_checkpoint, or start a new run and set model.name to the exported model.",
+                remedy="Resume with the same data. For other data, load only the model with "
+                "shardformer.load_checkpoint, or start a new run from the exported model (model.name).",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -235,7 +235,7 @@ class ShardedDataLoader:
         if size is not None and size < num_data_ranks:
             raise ConfigError(
                 f"batch_size={size} is smaller than the number of data-parallel ranks ({num_data_ranks}).",
-                remedy=f"Use a batch_size of {num_data_ranks} or more, because all ranks share the global batch.",
+                remedy=f"Use a batch_size of {num_data_ranks} or more, so that each rank gets a sample.",
             )
         if count is None or size is None:
             return
@@ -248,7 +248,7 @@ class ShardedDataLoader:
         is_merged = self._merge_last and count > size
         if 0 < rest < num_data_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"With batch_size={size}, only {rest} of the {count} samples remain for the last batch, too few for "
+                f"batch_size={size} leaves only {rest} of the {count} samples for the last batch, which is too few for "
                 f"{num_data_ranks} data-parallel ranks.",
                 remedy="Pass drop_last=True (data.drop_last = true in a run configuration), or change batch_size.",
             )
@@ -292,7 +292,7 @@ def _check_option_matches_loader(
 ) -> None:
     if passed_value not in (default_value, loader_value):
         raise ConfigError(
-            f"Got {option_name}={passed_value!r}, but the DataLoader was created with {option_name}={loader_value!r}.",
+            f"Got {option_name}={passed_value!r}, but the DataLoader already has {option_name}={loader_value!r}.",
             remedy=f"Pass {option_name} only to the DataLoader.",
         )
 
@@ -313,8 +313,8 @@ def batch_to_forward_kwargs(batch: Any, model: nn.Module, *, has_target: bool) -
         kind = _describe_batch_type(batch)
         raise InputError(
             f"A batch must be a dict or a tuple of arguments of the forward method, but got {kind}.",
-            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn also a "
-            "tuple, as in engine((inputs, targets)).",
+            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}). With a loss_fn, you can also pass "
+            "a tuple, as in engine((inputs, targets)).",
         )
     inputs = batch[:-1] if has_target and len(batch) > 1 else batch
     parameters = [
@@ -362,7 +362,7 @@ def wrap_loss_fn_for_micro_batches(loss_fn: Callable[..., Any]) -> Callable[[Any
             reason = str(error).splitlines()[-1][-120:].strip()
             raise InputError(
                 f"loss_fn(output, {second}) raised TypeError for an output of type {type(output).__name__}: {reason}.",
-                remedy="Define loss_fn with these two arguments, and set SHARDFORMER_TRACEBACK=1 to see the traceback.",
+                remedy="Fix loss_fn. To see where the error was raised, set SHARDFORMER_TRACEBACK=1.",
             ) from error
 
     return wrapped_loss_fn

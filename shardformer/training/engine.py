@@ -55,7 +55,7 @@ def pack_engine_state(num_steps: int, num_skipped_steps: int, data_position: Any
 
 
 def unpack_engine_state(loaded_checkpoint: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
-    """Separate the state of the engine in a checkpoint from the values that the user stored.
+    """Split the extra values of a checkpoint into engine state and user values.
 
     Returns the number of steps and of skipped steps, the data position, and the checkpoint with only the user's values.
     """
@@ -72,7 +72,7 @@ def unpack_engine_state(loaded_checkpoint: LoadedCheckpoint) -> tuple[int, int, 
 
 
 def acquire_checkpoint_lock(directory: str | os.PathLike[str], lock_owner: object, world_axis: Axis) -> None:
-    """Lock a checkpoint folder until the object ``lock_owner`` is deleted, so that no other job saves into the folder.
+    """Prevent other jobs from saving into a checkpoint folder until the object ``lock_owner`` is deleted.
 
     The first rank takes the lock. If it fails, all ranks raise.
     """
@@ -96,7 +96,7 @@ def has_checkpoint(directory: str | os.PathLike[str], world_axis: Axis) -> bool:
     {}, renamed_attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"}
 )
 class Engine:
-    """Training engine for a sharded model, with the same API under every layout. Create it with ``initialize``.
+    """Training engine for a sharded model, with the same API for every parallel layout. Create it with ``initialize``.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32)         # doctest: +SKIP
     >>> for batch in engine.data:                                                                 # doctest: +SKIP
@@ -155,7 +155,7 @@ class Engine:
         return format_summary_as_html(*self.summary())
 
     def summary(self) -> tuple[str, dict[str, str]]:
-        """Return the title and the rows of a table that describes the engine and its progress."""
+        """Return the title and rows of a table with the engine's layout, parameters, optimizer, data and steps."""
         total, local = count_total_and_local_params(self.model)
         kinds = [type(each).__name__ for each in unwrap_zero_optimizers(self.optimizers)]
         return f"Engine of {type(self.model).__name__}", {
@@ -182,7 +182,7 @@ class Engine:
         if self._data is None:
             raise ConfigError(
                 "The engine has no training data.",
-                remedy="Call initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
+                remedy="Pass data to initialize(..., train_data=data, batch_size=32) or fit(data, batch_size=32).",
             )
         return self._data
 
@@ -213,7 +213,8 @@ class Engine:
             method = "step" if self._is_backward_done else "backward"
             raise InputError(
                 f"The engine received a batch before engine.{method} was called for the previous batch.",
-                remedy=f"Call engine.{method} first. For gradient accumulation, pass a list: engine([first, second]).",
+                remedy=f"Call engine.{method} first, or accumulate gradients over a list of batches with "
+                "engine([first, second]).",
             )
         if not self.optimizers:
             raise ConfigError(
@@ -234,15 +235,15 @@ class Engine:
         return self._pending_loss
 
     def backward(self, loss: Tensor) -> None:
-        """Complete the backward pass of the last batch, whose gradients ``engine(batch)`` has already computed.
+        """Mark the backward pass of the last batch as complete, so that ``engine.step`` can update the weights.
 
-        ``loss`` must be the tensor that ``engine(batch)`` returned.
+        ``engine(batch)`` has already computed the gradients. ``loss`` must be the tensor that it returned.
         """
         if self._pending_loss is None or loss is not self._pending_loss:
             raise InputError(
-                "engine.backward did not receive the loss of the last engine(batch), or received it twice.",
-                remedy="Call engine.backward(loss) once for each loss = engine(batch). Add further terms to the "
-                "loss in loss_fn, and pass a list of batches for gradient accumulation.",
+                "engine.backward received another loss than the last engine(batch) returned, or the same loss twice.",
+                remedy="Call engine.backward(loss) once after each loss = engine(batch). Add further terms to the loss "
+                "in loss_fn, and accumulate gradients with engine([first, second]).",
             )
         self._pending_loss, self._is_backward_done = None, True
 
@@ -282,7 +283,7 @@ class Engine:
             check_ranks_agree_on_call_and_data("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step cannot train under torch.no_grad().",
-                remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch).",
+                remedy="Call engine.train_step outside torch.no_grad(), or call engine.evaluate(batch).",
             )
         loss = self._compute_loss(batch, "engine.train_step", force_training=True)
         self.backward(loss)
@@ -364,7 +365,7 @@ class Engine:
         return is_updated
 
     def _clip_gradients_and_check_finite(self) -> bool:
-        """Clip the gradients. Return False if they are not finite and the weight update must be skipped."""
+        """Clip the gradients, and return False if the step must be skipped because they are not finite."""
         config = self.parallel
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
         if norm is None:
@@ -378,7 +379,7 @@ class Engine:
         raise InputError(
             f"The gradient norm of step {self.steps + 1} is {float(norm)}, with non-finite gradients in {names}.",
             rule="No weight was changed.",
-            remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip' to skip such steps.",
+            remedy="Check the batch and the learning rate, or skip such steps with on_nonfinite='skip'.",
         )
 
     def _describe_nonfinite_grads(self) -> str:
@@ -413,7 +414,7 @@ class Engine:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
                 f"{caller_name} cannot be called between engine(batch) and engine.step().",
-                remedy="Call it after engine.step(), or discard the step with engine.zero_grad().",
+                remedy=f"Call {caller_name} after engine.step(), or discard the gradients with engine.zero_grad().",
             )
 
     def set_data(self, data: ShardedDataLoader) -> None:
@@ -486,12 +487,12 @@ class Engine:
         return None
 
     def check_save(self, *, extra: Any = None, position: dict[str, Any] | None = None) -> None:
-        """Raise the same error as ``save`` if the engine cannot be saved, without writing a file."""
+        """Check that ``save`` would succeed, and otherwise raise its error, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_can_save(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 
     def wait(self) -> Path | None:
-        """Wait until a checkpoint that is written in the background is complete. Return its path, or None."""
+        """Wait until a background save has finished, and return the path of the checkpoint, or None."""
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
@@ -507,7 +508,7 @@ class Engine:
     def load_with_callback(
         self, directory: str | os.PathLike[str], on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint and pass it to the function ``on_loaded``. If one fails, the engine is not changed."""
+        """Load a checkpoint and call ``on_loaded`` with it. If one fails, the engine is not changed."""
         wait_for_all_ranks("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, self.data.state() if self.has_data else None
@@ -569,7 +570,7 @@ class Engine:
         parallel: ParallelConfig,
         context: ParallelContext,
     ) -> None:
-        """Replace the model, optimizers, pipeline and layout of the engine, and shard its data for the new layout."""
+        """Replace the engine's model, optimizers, pipeline and layout after resharding."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
         if (monitor := get_sharding_metadata(model).monitor) is not None:

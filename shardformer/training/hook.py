@@ -59,7 +59,7 @@ def check_trainer_has_validation_data(hook: Hook, trainer: TrainerProtocol) -> N
     if not trainer.has_validation:
         raise ConfigError(
             f"The hook {type(hook).__name__} requires validation data.",
-            remedy="Call fit(validation=data), set data.validation in the run configuration, or remove the hook.",
+            remedy="Call fit(validation=data), or set data.validation in a run configuration.",
         )
 
 
@@ -112,7 +112,7 @@ class Hook:
         """Called before the first batch of an epoch. A resumed run calls it in the middle of the epoch."""
 
     def before_step(self, trainer: Any) -> None:
-        """Called before each training step, when ``trainer.batch`` contains this rank's batch."""
+        """Called before each training step, after ``trainer.batch`` has been set to this rank's batch."""
 
     def before_forward(self, trainer: Any) -> None:
         """Called before the forward pass of a training step."""

@@ -333,7 +333,6 @@ def reshard_engine(engine: Engine, rebuild_arguments: EngineRebuildArguments, ne
 
 
 def _create_context_for_new_layout(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Create a parallel context with another layout for the same processes."""
     if context.world is None or context.mesh is not None:
         return get_or_create_parallel_context(None, config)
     count = len(context.grid.ranks)

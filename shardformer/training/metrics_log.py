@@ -147,7 +147,7 @@ def _format_json_line(record: MetricsRecord) -> str:
 
 
 def encode_float_for_json(float_value: float) -> float | str:
-    """Convert a number to a JSON value. NaN and infinite numbers become strings, as JSON does not support them."""
+    """Convert a number to a JSON value, which is a string for NaN and infinity, as JSON does not support them."""
     number = float(float_value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 
@@ -157,17 +157,17 @@ def _parse_metrics_record(line: bytes) -> MetricsRecord:
     try:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON value is nested too deeply") from None
     layout = found.pop("layout", "") if isinstance(found, dict) else ""
     if not isinstance(found, dict) or sorted(found) != sorted(_KEYS):
-        raise ValueError(f"its keys are not {', '.join(_KEYS)}")
+        raise ValueError(f"the keys must be {', '.join(_KEYS)}")
     for name in ("step", "epoch"):
         if type(found[name]) is not int:
-            raise ValueError(f"{name} is not an integer")
+            raise ValueError(f"{name} must be an integer")
     if not isinstance(found["values"], dict):
-        raise ValueError("values is not an object")
+        raise ValueError("the key values does not contain a JSON object")
     if not isinstance(layout, str):
-        raise ValueError("layout is not a string")
+        raise ValueError("the key layout does not contain a string")
     values = {name: _parse_float(name, value) for name, value in found["values"].items()}
     return MetricsRecord(found["step"], found["epoch"], _parse_float("seconds", found["seconds"]), values, layout)
 
@@ -175,7 +175,7 @@ def _parse_metrics_record(line: bytes) -> MetricsRecord:
 def _parse_float(field_name: str, raw_value: Any) -> float:
     if type(raw_value) in (int, float) or raw_value in ("nan", "inf", "-inf"):
         return float(raw_value)
-    raise ValueError(f"{field_name} is not a number")
+    raise ValueError(f"{field_name} must be a number")
 
 
 def find_metrics_file(run_path: str | Path) -> Path:
@@ -190,7 +190,7 @@ def find_metrics_file(run_path: str | Path) -> Path:
         return inside[0]
     what = "does not exist" if not run_path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
-        f"Cannot read the metrics of a run, because '{run_path}' {what}.",
+        f"Cannot read the metrics of a run from '{run_path}', because this path {what}.",
         rule=f"Pass the output folder of a training run, which contains the file {FILE}.",
         remedy=_suggest_run_directories(run_path, [repr(str(file.parent)) for file in inside]),
     )
@@ -213,5 +213,4 @@ def _suggest_run_directories(run_path: Path, run_folders: Sequence[str]) -> str:
 
 
 def _find_metrics_files(directory: Path) -> list[Path]:
-    """Return all metrics files in the subfolders of a folder, at most two levels deep."""
     return sorted([*directory.glob(f"*/{FILE}"), *directory.glob(f"*/*/{FILE}")])

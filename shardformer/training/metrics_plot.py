@@ -54,7 +54,7 @@ _EQUAL = 1e-3  # largest relative difference of losses that the legend states
 
 
 def read_run_metrics(run_paths: Sequence[str | Path]) -> Runs:
-    """Read the recorded metrics of training runs, and return them by the names of the runs.
+    """Read the recorded metrics of training runs into a dict whose keys are run names.
 
     Args:
         run_paths: Output folders of training runs, or their record files.
@@ -70,7 +70,7 @@ def read_run_metrics(run_paths: Sequence[str | Path]) -> Runs:
 
 
 def make_unique_run_names(run_paths: Sequence[Path]) -> list[str]:
-    """Name each run after the last parts of its path, with as few parts as needed to distinguish the runs."""
+    """Shorten the paths of runs to unique names, which consist of the last parts of each path."""
     parts = [Path(os.path.abspath(path)).parts for path in run_paths]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(run_paths, parts)]
     count = 1
@@ -80,7 +80,7 @@ def make_unique_run_names(run_paths: Sequence[Path]) -> list[str]:
 
 
 def get_default_metric_names(runs: Runs) -> list[str]:
-    """Return the metrics to plot by default. Of the metrics that measure the speed, only one is included."""
+    """Return the names of the metrics that are plotted by default, with only one measure of training speed."""
     names = get_metric_names(runs)
     return [name for name in names if name not in _SAME_CURVE or "tokens_per_s" not in names]
 
@@ -117,12 +117,12 @@ def compute_centered_moving_average(curve_values: NDArray[np.float64]) -> NDArra
 
 
 def should_smooth(metric_name: str, series: Series) -> bool:
-    """Return whether a metric is plotted as a moving average, because it fluctuates and has many points."""
+    """Return whether a metric has so many points that a moving average is easier to read."""
     return metric_name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
 def get_plot_series(metric_name: str, series: Series) -> Series:
-    """Return the curve to plot for a metric, which is smoothed if it has many points. Infinite values become NaN."""
+    """Return the points to plot for a metric, smoothed if there are many. Infinite values become NaN."""
     steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
@@ -132,7 +132,7 @@ def get_plot_series(metric_name: str, series: Series) -> Series:
 
 
 def get_isolated_point_mask(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Mark each finite value between two nonfinite values, which a line plot would not show."""
+    """Mark finite values between two nonfinite values, because a line plot does not show isolated points."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
@@ -140,7 +140,7 @@ def get_isolated_point_mask(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def needs_log_scale(metric_name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether a loss or gradient norm needs a log axis, because it spans more than two orders of magnitude."""
+    """Return whether a loss or gradient norm spans so many orders of magnitude that it needs a log axis."""
     if metric_name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
@@ -152,14 +152,14 @@ def get_panel_title(metric_name: str) -> str:
 
 
 class LayoutChange(NamedTuple):
-    """A point in a run at which it was resumed or its layout changed: the last step before it, and a description."""
+    """Last step before a run was resumed or its parallel layout changed, with a description for the chart."""
 
     step: int
     text: str
 
 
 def find_layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
-    """Return the steps at which a run was resumed or its parallel layout was changed."""
+    """Find the steps after which a run was resumed or its parallel layout changed."""
     changes, layout, step = [], "", 0
     for record in records:
         if record.layout and layout:
@@ -171,7 +171,7 @@ def find_layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
 def compute_max_loss_difference(
     records: Sequence[MetricsRecord], other_records: Sequence[MetricsRecord]
 ) -> tuple[float, int] | None:
-    """Return the largest relative difference between the losses of two runs, and the number of compared steps."""
+    """Return the largest relative loss difference between two runs, and the number of common steps."""
     one, two = (dict(zip(*drop_nonfinite_points(get_metric_series(each, "loss")))) for each in (records, other_records))
     common = one.keys() & two.keys()
     scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
@@ -192,7 +192,7 @@ def describe_loss_differences(records_by_run: Runs) -> list[str]:
 
 
 def get_curve_overlap_positions(runs: Runs, metric_name: str) -> list[tuple[int, int]]:
-    """Find the training runs whose curves for a metric coincide.
+    """Find runs with overlapping curves of a metric, so that the chart can show all of them.
 
     Returns, for each run, its position among the runs with the same curve, and the number of these runs.
     """
@@ -487,7 +487,7 @@ def summarize_runs(runs: Runs) -> list[dict[str, str]]:
 
 
 def summarize_runs_for_json(runs: Runs) -> dict[str, Any]:
-    """Summarize each run, and compare the losses of the runs, in a dict of plain values for JSON.
+    """Summarize the metrics of runs and the differences between their losses in a dict for JSON.
 
     For each metric, "last" is the value of the last step. "min", "min_step", "max" and "mean" ignore NaN and infinite
     values.

@@ -28,7 +28,7 @@ _REPLACED: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
 @dataclass(frozen=True)
 class RequestedActions:
-    """Actions to take before the next step, such as saving, that a hook or a signal requested."""
+    """Actions, such as saving a checkpoint, that a hook or signal requested before the next step."""
 
     stop: bool = False
     validate: bool = False
@@ -55,7 +55,7 @@ class HookFailure:
         source = self.operation if hook is None else f"The hook {type(hook).__name__} ({self.operation})"
         return InputError(
             f"{source[:1].upper()}{source[1:]} failed on rank {failed_rank}: {type(error).__name__}: {error}.",
-            remedy="Fix the cause and resume from the last checkpoint.",
+            remedy="Fix the cause of this error, and resume from the last checkpoint.",
         )
 
 
@@ -78,7 +78,7 @@ class HookSynchronizer:
         self._local = self._received = RequestedActions()
 
     def request_actions_on_all_ranks(self, **actions: bool) -> None:
-        """Request that all ranks act before the next step, as in ``request_actions_on_all_ranks(save=True)``."""
+        """Request that all ranks validate, save or stop before the next step, as with ``save=True``."""
         self._local = replace(self._local, **actions)
 
     def record_hook_failure(self, hook: Hook | None, operation_name: str, error: Exception) -> None:
@@ -105,7 +105,7 @@ class HookSynchronizer:
             raise first from (self.failure.error if self.failure is not None else None)
 
     def pop_requested_actions(self) -> RequestedActions:
-        """Return and clear the requests that ``exchange_requested_actions`` received from all ranks."""
+        """Return the actions that any rank requested in ``exchange_requested_actions``, and clear them."""
         received, self._received = self._received, RequestedActions()
         return received
 
@@ -154,7 +154,6 @@ class HookSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that were replaced by ``HookSynchronizer.capture_signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)

@@ -72,7 +72,7 @@ class IterableDataSource:
         drop_last: bool,
         merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """Skip ``num_samples_to_skip`` samples, and yield the size of each later global batch and this rank's shard."""
+        """Yield the size of each global batch after ``num_samples_to_skip`` samples, and this rank's shard of it."""
         reader = self._get_or_create_reader(epoch, seed, num_samples_to_skip)
         if self._collate is None:
             for batch, count, part in reader.iter_batches_with_sizes_and_shards(
@@ -97,7 +97,7 @@ class IterableDataSource:
         self._reader = None
 
     def _get_or_create_reader(self, epoch: int, seed: int, start_sample: int) -> _CountingStreamReader:
-        """Return a new reader for an iterable, or the existing reader for an iterator, which cannot restart."""
+        """Create a reader for the data, or reuse the reader of an iterator, because an iterator cannot restart."""
         if not isinstance(self._source, Iterator):
             return _CountingStreamReader(self._source, epoch, seed)
         if self._reader is None:
@@ -146,7 +146,7 @@ class _CountingStreamReader:
     def iter_batches_with_sizes_and_shards(
         self, data_parallel_position: DataParallelPosition, num_samples_to_skip: int
     ) -> Iterator[tuple[Any, int, Any]]:
-        """Yield each global batch from ``num_samples_to_skip`` on, its number of samples, and this rank's shard."""
+        """Yield each global batch after ``num_samples_to_skip`` samples, its size, and this rank's shard of it."""
         while found := self._read_without_counting(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -272,7 +272,7 @@ class MapStyleDataSource:
         rank_position: DataParallelPosition,
         num_samples_to_skip: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch from sample ``num_samples_to_skip`` on, and this rank's shard of it.
+        """Yield the size of each global batch after ``num_samples_to_skip`` samples, and this rank's shard of it.
 
         ``split_into_batches`` splits the order of an epoch into batches.
         """
@@ -333,7 +333,7 @@ def make_shuffle_generator(seed: int, epoch: int) -> torch.Generator:
 def make_data_source(
     data: Any, collate_fn: Collate | None, num_workers: int, shuffle: bool | None
 ) -> MapStyleDataSource | IterableDataSource:
-    """Create the object that reads the training data. Raises ConfigError if the type of the data is not supported."""
+    """Create a map-style or iterable data source. Raises ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
         return _make_source_from_data_loader(data, collate_fn, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
@@ -351,7 +351,7 @@ def make_data_source(
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"Streamed data of type {type(data).__name__} does not support {option}.",
-            remedy=f"Remove {option}. Then shuffle the stream itself, or pass a DataLoader with num_workers.",
+            remedy=f"Remove {option}, and instead shuffle the stream itself, or pass a DataLoader with num_workers.",
         )
     return IterableDataSource(data, collate_fn)
 
@@ -369,7 +369,10 @@ def _make_source_from_data_loader(
     data_loader: Any, user_collate_fn: Collate | None, shuffle: bool | None
 ) -> MapStyleDataSource | IterableDataSource:
     if user_collate_fn is not None:
-        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Pass it to the DataLoader instead.")
+        raise ConfigError(
+            "The argument collate_fn has no effect, because the training data is a DataLoader.",
+            remedy="Pass collate_fn to the DataLoader instead.",
+        )
     batches = data_loader.batch_sampler
     sampler = batches.sampler if type(batches) is torch_data.BatchSampler else data_loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):

@@ -322,7 +322,7 @@ class Trainer:
         self._current_activity = ""
 
     def _run_requested_actions(self) -> None:
-        """Validate, save or stop on all ranks, if a hook on any rank has requested this action."""
+        """Validate, save a checkpoint or stop on all ranks if a hook on any rank requested it."""
         self.synchronize_ranks()
         requests = self._pop_requested_actions()
         if requests.validate and self._validation is not None:
@@ -334,7 +334,7 @@ class Trainer:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
     def _pop_requested_actions(self) -> RequestedActions:
-        """Return and clear the requested actions. If a rank received a signal, ``on_signal`` is called first."""
+        """Return the actions that hooks requested, and clear them. After a signal, call ``on_signal`` first."""
         requests = self._synchronizer.pop_requested_actions()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_and_synchronize_ranks("on_signal")
@@ -404,12 +404,12 @@ class Trainer:
         self.extra = saved.get(TRAINER_USER_KEY, self.extra)
         left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
         if left and self.is_first:
-            text = f"The checkpoint has states of hooks that the trainer does not have: {', '.join(left)}. "
+            text = f"The checkpoint contains the states of hooks that Trainer lacks: {', '.join(left)}. "
             warnings.warn(text + "Pass these hooks to Trainer to restore their states.", stacklevel=2)
         return loaded
 
     def _get_hooks_by_name(self) -> dict[str, Hook]:
-        """Return a dict from class names to hooks. A second hook of the same class has the key ``Name 2``."""
+        """Return a dict of hooks with class names as keys. A second hook of the same class has the key ``Name 2``."""
         names = [type(hook).__name__ for hook in self.hooks]
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
@@ -432,7 +432,7 @@ class Trainer:
             self._call_hook(hook, method_name)
 
     def _call_hook(self, hook: Hook, method_name: str, *args: Any) -> None:
-        """Call a hook method by name. After a hook has failed, skip all hooks until the ranks synchronize."""
+        """Call a method of a hook, unless a hook has failed since the ranks last synchronized."""
         if self._synchronizer.failure is not None and method_name != "on_exception":
             return
         try:
@@ -463,7 +463,7 @@ class Trainer:
         if validate_every is not None and (isinstance(validate_every, bool) or validate_every < 1):
             raise ConfigError(
                 f"validate_every must be a positive number of steps, but got {validate_every!r}.",
-                remedy="For example, pass validate_every=100, or remove it.",
+                remedy="For example, pass validate_every=100.",
             )
 
     def _make_data_loader(

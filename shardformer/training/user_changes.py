@@ -81,7 +81,7 @@ def take_model_snapshot(model: nn.Module, unsharded_model: nn.Module) -> dict[It
 def gather_user_changes(
     old_snapshot: Mapping[ItemKey, AttributeSnapshot], model: nn.Module, unsharded_model: nn.Module, world_axis: Axis
 ) -> dict[ItemKey, Any]:
-    """Gather all changes that users made to the model on any rank since the snapshot ``old_snapshot`` was taken.
+    """Gather the changes that users made to the model on any rank since ``old_snapshot`` was taken.
 
     If a change cannot be carried over to another layout, all ranks raise ConfigError.
     """
@@ -107,7 +107,7 @@ def gather_user_changes(
 
 
 def apply_user_changes(changes: Mapping[ItemKey, Any], unsharded_model: nn.Module) -> None:
-    """Repeat on an unsharded model the changes that ``gather_user_changes`` found."""
+    """Apply the changes that ``gather_user_changes`` found to an unsharded model."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -166,7 +166,7 @@ def _snapshot_hooks(hooks: list[Callable[..., Any]]) -> AttributeSnapshot:
 
 
 def _snapshot_module(module: nn.Module) -> AttributeSnapshot:
-    """Record a module, to detect whether the user replaces it. A module without parameters or buffers can be copied."""
+    """Record a module, to detect whether it is replaced. A module without parameters or buffers can be copied."""
     inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_shardformer_module(m))]
     if inside:
         return AttributeSnapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
@@ -236,7 +236,7 @@ def _snapshot_tensor(tensor: Tensor) -> AttributeSnapshot:
 
 
 def _unwrap_partial(function_or_partial: Any) -> Any:
-    """Return the function itself, or the function in a ``functools.partial``, and None for other values."""
+    """Return a function, or the function that a ``functools.partial`` wraps, and None for other values."""
     function = function_or_partial.func if isinstance(function_or_partial, partial) else function_or_partial
     return function if isinstance(function, FUNCTIONS) else None
 

@@ -137,7 +137,7 @@ def _load_config_and_class(
         option, hub_names = next(iter(unknown)), ", ".join(HUB)
         raise ConfigError(
             f"from_pretrained has no option {option!r}.",
-            remedy=f"Valid options are the fields of {type(config).__name__}, and {hub_names}.",
+            remedy=f"Pass a field of {type(config).__name__}, or one of these options: {hub_names}.",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -260,8 +260,8 @@ def _check_loaded_weights_match_model(
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:
         expected, found = min(missing), min(loading_info["unexpected_keys"], default="nothing")
         raise ConfigError(
-            f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {expected!r}, but the files "
-            f"have {found!r}.",
+            f"None of the weights in {path_or_name!r} belong to {type(model).__name__}: the model expects "
+            f"{expected!r}, but the files contain {found!r}.",
             remedy="Pass the model class that the weights were saved with.",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
@@ -270,7 +270,7 @@ def _check_loaded_weights_match_model(
         names = _abbreviate_names(lacking)
         raise ConfigError(
             f"{path_or_name!r} contains no weights for the layer parameters {names}.",
-            remedy="Pass a config with as many layers as the files. For random weights, use LazyInit instead.",
+            remedy="Pass a config with as many layers as the saved model. For random weights, use LazyInit instead.",
         )
 
 

@@ -132,7 +132,7 @@ def _resolve_export_directory(
     if get_or_build_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"{type(tensors.model).__name__} cannot be exported, because it has PEFT adapters.",
-            remedy="Save the adapters with its save_pretrained, or export the model from merge_and_unload().",
+            remedy="Save the adapters with PEFT's save_pretrained, or export the result of merge_and_unload().",
         )
     if name := next((name for name, x in tensors.tensors.items() if x.dtype == torch.complex128), None):
         raise ConfigError(
@@ -145,27 +145,27 @@ def _resolve_export_directory(
 
 
 def check_export_directory(export_directory: Path, model: nn.Module | None = None) -> None:
-    """Raise ConfigError if an export must not create or replace the directory ``export_directory``.
+    """Raise ConfigError if an export must not replace ``export_directory``.
 
     Files, the directory from which the model was loaded, and directories that no export wrote must not be replaced.
     """
     if export_directory.is_symlink():
         raise ConfigError(
-            f"The export directory {export_directory} is a symbolic link.",
-            remedy="Pass the path of its target, or another directory.",
+            f"Cannot export the model to {export_directory}, because it is a symbolic link.",
+            remedy="Pass the directory that the link refers to, or another directory.",
         )
     if not export_directory.exists():
         return
     if not export_directory.is_dir() or (any(export_directory.iterdir()) and not _is_exported_model(export_directory)):
         raise ConfigError(
-            f"The export directory {export_directory} is a file, or contains files that are not an export of "
-            "ShardFormer.",
-            remedy="Pass another directory, such as an empty one.",
+            f"Cannot export the model to {export_directory}, because it is a file or contains files that are not an "
+            "export of ShardFormer.",
+            remedy="Pass a new or empty directory.",
         )
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, export_directory):
         raise ConfigError(
-            f"Cannot export the model to {export_directory}, because it was loaded from there.",
+            f"Cannot export the model to {export_directory}, because the model was loaded from this directory.",
             remedy="Pass another directory.",
         )
 
@@ -239,7 +239,7 @@ def _complete_export(
     files: dict[str, list[tuple[str, TensorIndexEntry]]],
     tokenizer: Any,
 ) -> None:
-    """Write the config and the other remaining files of an export, and move the directory to its final path."""
+    """Write the remaining files of an export, such as the config, and move the directory to its final path."""
     remove_file_or_folder(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
@@ -292,7 +292,7 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Return the number of parameters of the full model, like ``num_parameters`` of transformers."""
+    """Count the parameters of the full model, like ``num_parameters`` of transformers."""
     state = get_sharding_metadata(model)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
@@ -382,6 +382,6 @@ def raise_load_adapter_error(model: nn.Module, *args: Any, **kwargs: Any) -> Non
 def raise_submodule_save_error(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``save_pretrained`` on a submodule of a sharded model."""
     raise ConfigError(
-        f"save_pretrained cannot save {type(model).__name__} alone, because it belongs to a sharded model.",
+        f"save_pretrained cannot save {type(model).__name__} alone, because it is a submodule of a sharded model.",
         remedy="Save the full model, or gather the weights with shardformer.full_state_dict(model).",
     )

@@ -18,7 +18,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The validated options of one call of ``shard_optimizer``."""
+    """Options of ``shard_optimizer``, validated on creation."""
 
     stage: int = 1
     precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -45,21 +45,22 @@ class ZeroOptions:
             )
         if self.offload.to is not None and self.precision.weight_rounding_mode is not None:
             raise ConfigError(
-                f"MixedPrecision(master_weights={self.precision.master_weights!r}) does not support "
-                f"offload={self.offload.to!r}.",
+                f"offload={self.offload.to!r} requires fp32 master weights, but MixedPrecision has "
+                f"master_weights={self.precision.master_weights!r}.",
                 remedy="Omit master_weights to use fp32 master weights, or omit offload.",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
-                f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}.",
-                remedy="To offload parameters, use stage=3 with offload=OffloadConfig('cpu', parameters=True).",
+                f"Only ZeRO stage 3 can offload parameters, but OffloadConfig({self.offload.to!r}, parameters=True) "
+                f"was passed with stage={self.stage}.",
+                remedy="Use stage=3 and offload=OffloadConfig('cpu', parameters=True), or omit parameters=True.",
             )
 
 
 def as_optimizer_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one or more optimizers as a list. Raise ConfigError if an object is not an optimizer."""
+    """Convert one or more optimizers to a list. Raise ConfigError if an object is not an optimizer."""
     found: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
-    rule = "It must be an optimizer or a list of optimizers of the model's parameters"
+    rule = "optimizer must be a torch optimizer or a list of optimizers for the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found

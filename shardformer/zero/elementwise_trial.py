@@ -33,7 +33,7 @@ REMEDY = "Use another optimizer, such as AdamW, or use only data parallelism wit
 
 
 def _create_trial_params_and_grads(matrix_shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the values of each trial matrix and its gradients in all steps, stacked."""
+    """Create random test matrices, each stacked with its gradients for all trial steps."""
     inputs = []
     for shape in matrix_shapes:
         generator = torch.Generator("cpu").manual_seed(0)
@@ -46,7 +46,7 @@ def _create_trial_params_and_grads(matrix_shapes: Sequence[tuple[int, int]]) -> 
 
 @without_fake_tensors()
 def requires_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes different updates if it receives only slices of a matrix.
+    """Return whether an optimizer must receive full matrices, because it would update slices differently.
 
     An attribute ``needs_full_matrices`` of the optimizer or of its class decides, if it is True or False. Otherwise, a
     copy of the optimizer runs 12 steps on small matrices, and then on larger ones, with the settings of each parameter
@@ -62,7 +62,7 @@ def requires_full_matrices(optimizer: Optimizer) -> bool:
 
 
 def _run_or_reuse_trial(optimizer: Optimizer, settings_key: str, param_group: dict[str, Any]) -> bool:
-    """Run the trial for a parameter group, or return the result for an equal optimizer without state of its own."""
+    """Run the full-matrix trial for a parameter group, or reuse the result of an identical optimizer."""
     kind, plain = type(optimizer), vars(torch.optim.SGD([torch.zeros(1)]))
     key = (kind.step, settings_key)
     # a scheduler replaces methods, which the trial ignores; any other attribute may determine the updates
@@ -82,7 +82,7 @@ _RESULTS: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, str], bool]] = Weak
 
 
 def _get_distinct_param_groups(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return one of all parameter groups that have the same settings, apart from their learning rates."""
+    """Return one parameter group for each combination of settings, ignoring learning rates."""
     ignored = ("params", "param_names", "lr", "initial_lr")
     return {repr([x for x in group.items() if x[0] not in ignored]): group for group in optimizer.param_groups}
 
@@ -104,7 +104,8 @@ def _group_requires_full_matrices(
             return False
         raise ConfigError(
             f"{name} cannot be sharded, because a test on tiny matrices raised {type(error).__name__}: {error!s:.120}.",
-            remedy=f"{REMEDY}. If your optimizer is correct, set its attribute needs_full_matrices to True or False.",
+            remedy=f"If the optimizer works without ShardFormer, set {name}.needs_full_matrices = True. Otherwise, use "
+            "another optimizer, such as AdamW.",
         ) from error
     if all(torch.equal(values, torch.cat([each[0].flatten() for each in inputs])) for values in together):
         raise ConfigError(
@@ -113,13 +114,13 @@ def _group_requires_full_matrices(
         )
     if (difference := _compute_max_difference(together, again)) >= BOUND:
         raise ConfigError(
-            f"{name} cannot be sharded, because its updates are random: two equal runs differ by {difference:.1e}.",
+            f"{name} cannot be sharded, because its updates are random: two identical runs differ by {difference:.1e}.",
             remedy=f"{REMEDY}.",
         )
     if (difference := _compute_max_difference(together, [torch.cat(v) for v in zip(*alone, strict=False)])) >= BOUND:
         raise ConfigError(
-            f"{name} cannot be sharded, because its update of one parameter depends on other parameters. Without "
-            f"these, the update differs by {difference:.1e}.",
+            f"{name} cannot be sharded, because its update of one parameter depends on other parameters: if the "
+            f"parameter is updated alone, the result differs by {difference:.1e}.",
             remedy=f"{REMEDY}. To clip gradients by their global norm, pass max_grad_norm.",
         )
     try:
@@ -131,7 +132,7 @@ def _group_requires_full_matrices(
 
 @without_fake_tensors()
 def can_step_params_separately(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same updates if each parameter is updated in a separate step.
+    """Return whether an optimizer can update each parameter in a separate step with the same result.
 
     This is False if the optimizer counts steps globally or per parameter group. It is also False if the optimizer has
     step hooks, which would run several times.
@@ -150,7 +151,7 @@ def can_step_params_separately(optimizer: Optimizer) -> bool:
 
 
 def _compute_max_difference(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> float:
-    """Return the largest difference of two runs, relative to values above 1, before the first one is not finite."""
+    """Compute the largest difference between two runs, until the first run becomes infinite or NaN."""
     worst = 0.0
     for step, (values, others) in enumerate(zip(results, other_results, strict=False)):
         if not values.isfinite().all():
@@ -168,7 +169,7 @@ def _run_trial_steps(
     *,
     step_separately: bool = False,
 ) -> list[Tensor]:
-    """Run a copy of an optimizer, and return the flattened values of all parameters after each step.
+    """Step a copy of an optimizer on test parameters, and return their flattened values after each step.
 
     An error after the first steps ends the run.
 
@@ -197,7 +198,7 @@ def _run_trial_steps(
 
 
 def _copy_optimizer_for_trial(optimizer: Optimizer, param_group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """Copy an optimizer without its state and hooks, and use other parameters in the copy."""
+    """Copy an optimizer without its state and hooks, and make the copy update ``params``."""
     here: dict[str, Any] = {}
     memo: dict[int, Any] = {id(param_group): here, id(optimizer.param_groups): [here]}
     here.update({name: _copy_value(v, memo) for name, v in param_group.items() if name != "params"}, params=params)
@@ -211,7 +212,7 @@ def _copy_optimizer_for_trial(optimizer: Optimizer, param_group: dict[str, Any],
 
 
 def _copy_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """Copy an optimizer, such as the inner one of a wrapper, with the groups in ``memo``.
+    """Copy an optimizer, and replace its parameter groups by their copies in ``memo``.
 
     Instance attributes that replace methods are dropped, because a scheduler's ``step`` would step the original.
     """
@@ -229,7 +230,7 @@ def _copy_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value of an attribute, so that a trial does not change it. Parameters are replaced by zeros.
+    """Copy an optimizer attribute, so that a trial does not modify the original. Parameters are replaced by zeros.
 
     Args:
         memo: The copies so far, by the id of the original.
@@ -271,7 +272,7 @@ def compute_state_after_one_step(
 def estimate_optimizer_state_bytes(
     optimizer: Optimizer, param_group: dict[str, Any], param: Tensor, weight_itemsize: int = 0
 ) -> float:
-    """Estimate the size in bytes of a parameter's optimizer state, by running one step on a smaller parameter.
+    """Estimate the bytes of a parameter's optimizer state by running one step on a smaller parameter.
 
     Args:
         weight_itemsize: Bytes per element of the weights that the optimizer updates. By default those of ``param``.

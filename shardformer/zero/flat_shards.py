@@ -33,7 +33,7 @@ EDITS = 2**12
 
 @dataclass(eq=False)
 class ParamSlice:
-    """The part of a parameter that this rank's optimizer updates: a slice or the full parameter.
+    """Slice of a parameter that this rank's optimizer updates, or the full parameter.
 
     Args:
         param_index: Index of the parameter in its bucket.
@@ -56,7 +56,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """Options of a shard whose parameters are gathered only while they are used (ZeRO stage 3).
+    """Options for parameters that ZeRO stage 3 gathers only while they are used.
 
     Args:
         allocate_buffer: Allocates a buffer of (number of elements, dtype, device).
@@ -68,7 +68,7 @@ class UnshardOptions:
 
 
 class FlatParamShard:
-    """This rank's shard of the parameters and gradients of one gradient bucket.
+    """This rank's shard of the parameters and gradients in a gradient bucket.
 
     Each ``start_param_all_gather`` communicates one all-gather of the parameters.
 
@@ -128,7 +128,7 @@ class FlatParamShard:
         self.record_param_versions()
 
     def enable_stochastic_rounding(self, seeds_by_entry_id: Mapping[int, int]) -> None:
-        """Enable rounding of bf16 parameters after each optimizer step, unless the shard has fp32 master weights.
+        """Enable Kahan or stochastic rounding of bf16 parameters, unless the shard has fp32 master weights.
 
         Args:
             seeds_by_entry_id: Seed for the random rounding of each ParamEntry, by the id of the entry.
@@ -143,7 +143,7 @@ class FlatParamShard:
 
     @property
     def master_weight_store(self) -> MasterWeightStore:
-        """The object that loads the master weights of this shard for an optimizer step, and frees them afterward."""
+        """Store that loads this shard's master weights for an optimizer step, and frees them afterward."""
         return self.host or self.rounded or self._always_loaded
 
     @property
@@ -158,7 +158,7 @@ class FlatParamShard:
 
     @property
     def has_grad_per_param(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient for it. The first access synchronizes with the GPU."""
+        """Whether any rank computed a gradient, for each parameter. The first access synchronizes with the GPU."""
         if self._counts is not None:
             counts: list[float] = tolist_or_ones(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -170,7 +170,7 @@ class FlatParamShard:
         return any(self.has_grad_per_param) or self._is_discarded
 
     def find_reallocated_param(self) -> str | None:
-        """Return the name of the first parameter that no longer uses the memory of this shard, or None."""
+        """Find a parameter that no longer uses this shard's memory, and return its name or None."""
         if self.full is None or not has_real_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -180,7 +180,7 @@ class FlatParamShard:
         return None
 
     def copy_modified_params_to_shard(self) -> None:
-        """Update the shard with parameters that were changed outside the optimizer, as by ``load_state_dict``.
+        """Copy parameters that ``load_state_dict`` or user code has modified into the shard.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -205,7 +205,7 @@ class FlatParamShard:
             value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide_dtype)))
 
     def record_param_versions(self) -> None:
-        """Record the current versions of the parameters, in order to detect later changes outside the optimizer."""
+        """Record the version counters of the parameters, to detect later changes outside the optimizer."""
         self._versions = [gradient.param._version for gradient in self.gradient_slots]
 
     def _allocate_zeros(self, numel: int) -> Tensor:
@@ -217,7 +217,7 @@ class FlatParamShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, param_index: int, grad_slot: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into the shard, and return the slice that this rank updates, or None if there is no slice.
+        """Copy a parameter into the shard, and return the slice that this rank updates, or None.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -241,7 +241,7 @@ class FlatParamShard:
         return ParamSlice(grad_slot, param_index, here, at, nn.Parameter(value, grad_slot.param.requires_grad))
 
     def shard_param_optimizer_state(self, param_index: int, param_state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's slice of the optimizer state of an unsharded parameter."""
+        """Slice the optimizer state of an unsharded parameter for this rank."""
         gradient, here = self.gradient_slots[param_index], self._get_local_param_range(param_index)
         found = {}
         for name, x in param_state.items():
@@ -303,7 +303,7 @@ class FlatParamShard:
                 self._shown[number] = seen, view
 
     def apply_user_grad_edit(self, param_index: int) -> None:
-        """Apply the user's changes of a gradient to the shard, and clear ``.grad`` for the next backward pass.
+        """Copy the user's changes to ``p.grad`` into the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from the original ``.grad``.
@@ -353,7 +353,7 @@ class FlatParamShard:
             param_slice.value.grad = None
 
     def record_grad_edit(self, param_index: int, edit_description: str) -> None:
-        """Record that the user changed ``p.grad``, so that the optimizer step can compare the changes of all ranks."""
+        """Record that the user changed ``p.grad``, to check later that all ranks made the same change."""
         self.edits = (
             self.edits + crc32(f"{edit_description} {self.gradient_slots[param_index].entry.name}".encode())
         ) % EDITS
@@ -370,17 +370,16 @@ class FlatParamShard:
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
     def has_full_grad(self, param_index: int) -> bool:
-        """Return whether this rank stores the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradient_slots[param_index].is_shared
 
     def slice_like_local_grad(self, param_index: int, tensor: Tensor) -> Tensor:
-        """Return the elements of ``tensor`` for which this rank stores the gradient of a parameter."""
+        """Slice ``tensor`` to the elements whose gradients this rank stores."""
         gradient = self.gradient_slots[param_index]
         if gradient.is_shared:
             raise ConfigError(
-                f"The gradient of {gradient.entry.name} cannot be combined with another tensor, because ZeRO shards "
-                "it.",
-                remedy="Use a scalar instead, or change the gradient in a hook of the parameter (register_hook).",
+                f"An operation with another tensor cannot be applied to the gradient of {gradient.entry.name}, because "
+                "ZeRO shards this gradient.",
+                remedy="Use a scalar instead of the tensor, or modify the gradient in a hook (p.register_hook).",
             )
         return tensor.reshape(-1)[self._get_local_param_range(param_index)]
 
@@ -404,7 +403,7 @@ class FlatParamShard:
     # --- values
 
     def copy_master_weights_to_params(self) -> None:
-        """Start copying the updated master weights to this rank's shard of the parameters."""
+        """Start copying the updated master weights into this rank's shard of the parameters."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
@@ -475,7 +474,7 @@ class FlatParamShard:
         return full_buffer[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def all_gather_grad(self, param_index: int) -> Tensor | None:
-        """Return the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
+        """All-gather the full gradient of a parameter. Communicates one all-gather of the whole bucket."""
         local = (
             self.reduced_grads if self.reduced_grads is not None else torch.zeros(self.length, dtype=self.wide_dtype)
         )
@@ -487,7 +486,7 @@ class FlatParamShard:
         )
 
     def copy_gathered_values_to_params(self, gathered_values: Tensor) -> None:
-        """Update parameters that are stored as slices on this rank from the all-gathered full values."""
+        """Copy this rank's slices of the all-gathered parameters into the model's sharded parameters."""
         for gradient, place in zip(self.gradient_slots, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.view_in_bucket(gathered_values[place]))
@@ -496,13 +495,13 @@ class FlatParamShard:
 
 def make_unsupported_assigned_grad_error(param_name: str) -> ConfigError:
     return ConfigError(
-        f"ZeRO does not support the tensor that was assigned to the .grad of parameter {param_name}.",
-        remedy="Change p.grad in place, as in p.grad.mul_(0.5), or use a hook of the parameter (register_hook).",
+        f"A new tensor was assigned to the .grad of {param_name}, which ZeRO does not support.",
+        remedy="Modify p.grad in place, as in p.grad.mul_(0.5), or in a hook (p.register_hook).",
     )
 
 
 def _flatten_to_bucket_order(grad_slot: GradientSlot, tensor: Tensor) -> Tensor:
-    """Flatten a parameter or its optimizer state, in the order in which the gradient bucket stores the elements.
+    """Flatten a parameter or its optimizer state into the element order of the gradient bucket.
 
     Communicates one all-reduce if several ranks store slices of the parameter.
     """

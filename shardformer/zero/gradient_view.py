@@ -1,4 +1,4 @@
-"""The tensor class of ``p.grad`` under ZeRO, which has the parameter's shape but stores only this rank's slice.
+"""Tensor subclass for ``p.grad`` under ZeRO, which stores only this rank's slice of the gradient.
 
 Training scripts scale, clamp, perturb and discard gradients between ``backward`` and ``step``. An element-wise function
 is applied to this rank's slice, which the optimizer step uses. Other functions, such as a norm or an index, need the
@@ -25,7 +25,7 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 
 
 class GradStorage(Protocol):
-    """Interface of the object that stores the gradients of a bucket (see ``FlatParamShard``)."""
+    """Interface of objects that store the gradients of a bucket, such as ``FlatParamShard``."""
 
     @property
     def gradient_slots(self) -> Sequence[GradientSlot]: ...
@@ -78,8 +78,8 @@ class ShardedGradient(Tensor):
     def grad_storage(self) -> GradStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
-                "This gradient cannot be read, because its model or optimizer has been deleted.",
-                remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name).",
+                "A sharded gradient was read after its model or optimizer had been deleted.",
+                remedy="Keep a reference to the optimizer as long as you use p.grad.",
             )
         return shard
 
@@ -99,16 +99,16 @@ class ShardedGradient(Tensor):
             self.grad_storage.record_grad_edit(self.param_index, str(func))
 
     def slice_operand_like_local_grad(self, operand: Tensor, func: TorchFunction) -> Tensor:
-        """Return the elements of ``operand`` that correspond to this rank's slice of the gradient."""
+        """Slice ``operand`` to the elements that correspond to this rank's slice of the gradient."""
         local = self.local_grad
         if isinstance(operand, ShardedGradient):
             if not operand.is_grad_of(self.grad_storage, self.param_index):
-                raise _make_unsupported_function_error(self, f"{func} cannot combine gradients of two parameters.")
+                raise _make_unsupported_function_error(self, f"{func} cannot combine the gradients of two parameters.")
             return operand.local_grad
         if operand.dim() == 0:
             return operand.to(local.device) if operand.device != local.device else operand
         if torch.broadcast_shapes(operand.shape, self.shape) != self.shape:
-            message = f"{func} cannot combine a sharded gradient with a tensor of shape {tuple(operand.shape)}."
+            message = f"{func} cannot broadcast {tuple(operand.shape)} to the gradient's shape {tuple(self.shape)}."
             raise _make_unsupported_function_error(self, message)
         return self.grad_storage.slice_like_local_grad(self.param_index, operand.expand(self.shape)).to(local.device)
 
@@ -132,7 +132,9 @@ class ShardedGradient(Tensor):
             return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local_grad.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
-        raise _make_unsupported_function_error(first, f"Cannot apply {name} to a gradient that ZeRO shards.")
+        raise _make_unsupported_function_error(
+            first, f"{name} cannot be applied to p.grad, because ZeRO shards the gradient."
+        )
 
 
 def _is_elementwise_op(op_packet: Any) -> bool:
@@ -192,7 +194,7 @@ def _apply_foreach_op(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _make_empty_placeholder(tensor: Tensor) -> Tensor:
-    """Return a placeholder with the shape, dtype and device of a gradient, but the memory of only one element."""
+    """Replace a sharded gradient by an uninitialized tensor of the same shape that allocates one element."""
     return (
         torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         if isinstance(tensor, ShardedGradient)

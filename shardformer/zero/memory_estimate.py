@@ -135,7 +135,7 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 def _adjust_estimate_for_offload(
     estimate: MemoryEstimate, options: ZeroOptions, wide_shard_bytes: float, shard_bytes: float
 ) -> MemoryEstimate:
-    """Adapt a memory estimate to the offload of master weights, optimizer states and gradients."""
+    """Count offloaded tensors as host or disk memory instead of device memory."""
     share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
     parameters = estimate.parameters if options.offload.parameters else 0.0
@@ -153,7 +153,7 @@ def _adjust_estimate_for_offload(
 
 
 def _count_shard_ranks_per_param(model: nn.Module, num_data_ranks: int | None) -> dict[int, int]:
-    """Return the number of ranks over which ZeRO shards each parameter, as a dict by ``id(param)``."""
+    """Count the ranks over which ZeRO shards each parameter, by ``id(param)``."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): num_data_ranks or 1 for p in model.parameters()}
@@ -245,7 +245,7 @@ MARGIN = 0.9
 
 
 def check_free_memory_option(zero_options: ZeroOptions, device: torch.device) -> None:
-    """Raise ConfigError if an option is "free", but the free memory of the device is unknown."""
+    """Raise ConfigError if an option is "free" on a device that is not a CUDA device."""
     brings = zero_options.offload.on_device == FREE_MEMORY
     stays = zero_options.stage == 3 and zero_options.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
@@ -257,7 +257,7 @@ def check_free_memory_option(zero_options: ZeroOptions, device: torch.device) ->
 
 
 class DevicePlacementManager:
-    """Moves offloaded optimizer shards and gathered layers to the device, up to a memory limit.
+    """Keeps as many offloaded optimizer shards and gathered layers on the device as a memory limit permits.
 
     A limit that the user has set applies immediately. "free" applies after the first step.
 
@@ -287,7 +287,7 @@ class DevicePlacementManager:
             )
 
     def fill_free_device_memory(self) -> None:
-        """Move optimizer shards and layers into the free GPU memory after the first step.
+        """Fill the GPU memory that is free after the first step with optimizer shards and gathered layers.
 
         The first call communicates the free memory and, with ``on_device="free"``, the size of each offloaded shard.
         """
@@ -305,7 +305,7 @@ class DevicePlacementManager:
             self._unsharded_cache.max_bytes = max_bytes
 
     def _move_shards_to_device(self, max_bytes: float, shard_bytes: Sequence[float]) -> float:
-        """Move the offloaded shards that fit into ``max_bytes`` to the device, and return how many bytes are left."""
+        """Move as many offloaded shards to the device as fit into ``max_bytes``, and return the remaining bytes."""
         for shard, size in zip(self._shards, shard_bytes, strict=True):
             if size <= max_bytes:
                 max_bytes -= size
@@ -322,13 +322,12 @@ class DevicePlacementManager:
 
 
 def get_free_bytes_at_peak(device: torch.device) -> float:
-    """Return how many bytes of GPU memory were free at the peak of memory use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 def move_shard_to_device(shard: FlatParamShard, optimizers: Sequence[Optimizer]) -> None:
-    """Move the offloaded master weights and optimizer states of a shard to the device between two steps."""
+    """Move a shard's offloaded master weights and optimizer states to the device between two steps."""
     shard.move_master_weights_to_device()
     values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:

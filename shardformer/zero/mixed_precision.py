@@ -90,7 +90,7 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         check_choice("precision", self.parameters, PARAMETER_DTYPES)
         check_choice("MixedPrecision.gradients", self.gradients, ("fp32", None))
-        rule, remedy = "It must be a LossScale", "Omit loss_scale to use its default"
+        rule, remedy = "loss_scale must be a LossScale", "Omit loss_scale to use its default"
         is_scale = isinstance(self.loss_scale, LossScale)
         check_argument("MixedPrecision.loss_scale", self.loss_scale, is_scale, rule, remedy)
         supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
@@ -133,7 +133,7 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 @dataclass(frozen=True, eq=False)
 class BF16RoundedParamSlice:
-    """A slice of a bf16 parameter that is updated in fp32, although there are no master weights.
+    """Slice of a bf16 parameter that is updated in fp32 and rounded, without master weights.
 
     Args:
         param: The parameter that the optimizer updates.
@@ -218,7 +218,7 @@ class BF16WeightStore(MasterWeightStore):
 
 
 def generate_random_bits(like_tensor: Tensor, start_index: int, param_seed: int, step: int) -> Tensor:
-    """Return 16 random bits for each element of a tensor. They do not depend on the rank that stores the element.
+    """Generate 16 random bits for each element of a tensor. They do not depend on the rank that stores the element.
 
     Args:
         start_index: Index of the first element in the parameter.

@@ -124,9 +124,9 @@ def detach_zero_optimizer(optimizer: Optimizer) -> None:
 
 
 def get_zero_optimizer(optimizer: Optimizer) -> Any:
-    """Return the ZeroOptimizer to which an optimizer belongs, or None.
+    """Return the ZeroOptimizer that wraps an optimizer, or None.
 
-    A copy of an optimizer does not belong to a ZeroOptimizer.
+    A copy of an optimizer is not wrapped.
     """
     zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
@@ -185,7 +185,7 @@ STATE_PATCHES: Mapping[LibraryPatch, Apply] = {
 
 
 def _find_sharding_metadata(optimizer: Optimizer) -> ShardingMetadata | None:
-    """Return how the model of an optimizer is sharded, or None if all ranks have the same parameters."""
+    """Find the sharding metadata of an optimizer's model, or None if all ranks have the same parameters."""
     if (holder := get_zero_optimizer(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -197,7 +197,7 @@ def _find_sharding_metadata(optimizer: Optimizer) -> ShardingMetadata | None:
 
 
 def get_optimizer_state_mesh_coords(optimizer: Optimizer) -> StateCoordinates:
-    """Return the mesh axes over which an optimizer's state is sharded, with their sizes and this rank's positions."""
+    """Return the (size, rank) of each mesh axis over which an optimizer's state is sharded."""
     table, holder = _find_sharding_metadata(optimizer), get_zero_optimizer(optimizer)
     if table is None:
         return {}
@@ -213,7 +213,7 @@ def get_optimizer_state_mesh_coords(optimizer: Optimizer) -> StateCoordinates:
 def _check_and_shard_state_dict(
     optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata
 ) -> dict[str, Any]:
-    """Check that an optimizer state belongs to this rank, and shard the state if it is unsharded.
+    """Check that a saved optimizer state fits this rank, and shard the state if it is unsharded.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 
@@ -252,7 +252,7 @@ def _check_and_shard_state_dict(
 def _shard_optimizer_state_dict(
     optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata
 ) -> dict[str, Any]:
-    """Shard the optimizer state of an unsharded model for this rank. A sharded state is returned unchanged."""
+    """Slice an unsharded optimizer state for this rank's parameter shards. A sharded state is returned unchanged."""
     pairs = _pair_state_keys_with_params(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in metadata.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
@@ -294,7 +294,7 @@ def _format_mesh_coords(mesh_coords: Any) -> str:
 
 
 def _compute_state_norms(optimizer: Optimizer, state_dict: dict[str, Any], metadata: ShardingMetadata) -> list[float]:
-    """Compute the L1 norm of each sharded optimizer state tensor, to detect states of the wrong rank."""
+    """Compute the L1 norms of optimizer state tensors, to detect ranks that load the same state by mistake."""
     cut = {id(entry.param) for entry in metadata.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
@@ -322,7 +322,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
         self._slices |= {id(p.grad_slot.param): p for shard in shards for p in shard.slices}
 
     def _find_state_and_key(self, param: Tensor) -> tuple[Any, Tensor] | None:
-        """Return the states and the key that contain a parameter's state, or None if only other ranks store it."""
+        """Find the optimizer's ``state`` and the key of a parameter in it, or None if only other ranks store it."""
         if id(param) in self._slices:
             if (param_slice := self._slices[id(param)]) is None:
                 return None
@@ -367,7 +367,7 @@ class OptimizerStateView(MutableMapping[Tensor, State]):
 
 
 class RemoteOptimizerStatePlaceholder(dict[str, Any]):
-    """A placeholder, with empty tensors as values, for an optimizer state that only other ranks store."""
+    """Placeholder with empty tensors for a parameter's optimizer state that only other ranks store."""
 
     def __init__(self, like_tensor: Tensor) -> None:
         self._like = like_tensor

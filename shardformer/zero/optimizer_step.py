@@ -107,11 +107,11 @@ class ShardedParamUpdater:
             )
         raise InputError(
             f"Optimizer states in {folder} could not be read or written, so the step was undone: {failure}.",
-            remedy="Free disk space and continue with the next batch, or save the model.",
+            remedy="Free disk space, and then continue with the next batch.",
         )
 
     def _step_optimizers(self, shards: Sequence[FlatParamShard] | None) -> None:
-        """Run the optimizers for the parameters in ``shards``, or for all parameters if ``shards`` is None."""
+        """Step the optimizers for the parameters in ``shards``, or for all parameters if ``shards`` is None."""
         if shards is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -131,7 +131,7 @@ class OverlappedParamAllGather:
         self._under_way: deque[tuple[FlatParamShard, PendingCollective]] = deque()
 
     def add_shards(self, shards: Sequence[FlatParamShard]) -> None:
-        """Start the all-gathers of the previous call's shards, and store ``shards`` for the next call."""
+        """Queue shards for an all-gather, and start the all-gathers of the shards that were already queued."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_param_all_gather()))
@@ -151,7 +151,7 @@ class OverlappedParamAllGather:
 
 @contextmanager
 def restrict_optimizer_to_params(optimizer: Optimizer, param_ids: Collection[int]) -> Iterator[None]:
-    """Make an optimizer update only the parameters whose ids are in ``param_ids``, inside a ``with`` block."""
+    """Make an optimizer update only the parameters in ``param_ids`` inside a ``with`` block."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -180,7 +180,7 @@ def compute_sharded_grad_norm(
     *,
     within_pipeline_stage: bool = False,
 ) -> Tensor:
-    """Return the 2-norm of a model's sharded gradients, which is identical on all ranks.
+    """Compute the 2-norm of a model's sharded gradients over all ranks.
 
     Communicates one all-reduce of four numbers over each axis.
 
@@ -224,15 +224,15 @@ def compute_sharded_grad_norm(
         )
     if has_real_data(problems) and bool(problems):
         raise ConfigError(
-            "This rank stopped, because another rank raised an error about its gradients or parameters.",
-            remedy="See the error message of the other rank.",
+            "The optimizer step was stopped, because another rank raised an error about its gradients or parameters.",
+            remedy="See the error in the log of that rank.",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
 def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int) -> Tensor:
-    """Return ``norm_and_edit_sums`` with an error flag if the ranks edited their gradients differently.
+    """Add an error flag to ``norm_and_edit_sums`` if the ranks modified ``p.grad`` differently.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
@@ -250,7 +250,7 @@ def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int) -> T
 
 
 def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadata, zero_stage: int) -> bool:
-    """Return whether this rank, of all ranks that store the same gradient, adds it to the gradient norm."""
+    """Return whether this rank adds a gradient to the norm, so that replicated gradients count once."""
     reduction, context = grad_slot.entry.reduction, metadata.context
     coords = context.coords
     if zero_stage > 0:
@@ -267,7 +267,7 @@ def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadat
 def make_nonfinite_grad_error(
     shards: Sequence[FlatParamShard], metadata: ShardingMetadata, grad_norm: Tensor
 ) -> InputError:
-    """Create the error that reports the first parameter with a nonfinite gradient. Must be called on all ranks."""
+    """Create an error that names the first parameter with a NaN or infinite gradient. Must be called on all ranks."""
     order = {id(entry): number for number, entry in enumerate(metadata.entries)}
     found = [
         (order[id(p.entry)], metadata.context.rank, p.entry.name)

@@ -91,7 +91,7 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum that scales the learning rate of each parameter by parameter norm / gradient norm.
+    """SGD with momentum that scales each parameter's learning rate by the ratio of parameter norm to gradient norm.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
     as biases and norms, and groups with ``trust=0`` use the plain learning rate.
@@ -134,7 +134,7 @@ class LARS(Optimizer):
 
 
 def _compute_trust_ratio(param: Tensor, update: Tensor) -> Tensor:
-    """Return the norm of a parameter divided by the norm of its update, or 1 if either norm is 0."""
+    """Compute the ratio of the parameter norm to the update norm, or 1 if either norm is 0."""
     long, short = param.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 

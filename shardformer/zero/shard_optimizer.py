@@ -77,7 +77,7 @@ ACTION = "train with these optimizers"
 
 
 def _format_options_per_line(optimizers_and_options: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
-    """Format the options and optimizer classes as lines of text that can be compared between ranks."""
+    """Format the options and optimizer classes as lines of text, to compare them between ranks."""
     optimizers, options = optimizers_and_options
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
@@ -92,7 +92,7 @@ def check_zero_support(
 
 
 def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
-    """Raise ConfigError if two optimizers contain the same parameter, or one that is not in the model."""
+    """Raise ConfigError if optimizers share a parameter, or contain one that is not in the model."""
     if metadata.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model.",
@@ -111,7 +111,10 @@ def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMe
                 remedy="Create the optimizer from model.parameters() after you call shard_model.",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(f"The parameter {twice} is in two optimizers.", remedy="Remove it from one of them.")
+            raise ConfigError(
+                f"The parameter {twice} is in two optimizers, which would both update it.",
+                remedy="Remove the parameter from one of the optimizers.",
+            )
         seen |= {id(p) for p in given}
 
 
@@ -122,7 +125,7 @@ def check_no_shared_param_memory(model: nn.Module, metadata: ShardingMetadata) -
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
             f"ZeRO does not support parameters that share memory, such as {second} and {first}.",
-            remedy="Use one parameter for both (a.weight = b.weight), or clone one of them.",
+            remedy="Use one parameter in both modules (a.weight = b.weight), or clone one of the parameters.",
         )
     if found := find_view_and_parameter_names(model, params):
         view, name = found
@@ -141,7 +144,7 @@ def check_file_offload_support(
     if not all(map(can_step_params_separately, optimizers)):
         names = ", ".join(type(o).__name__ for o in optimizers)
         raise ConfigError(
-            f"offload='nvme:{folder}' does not support {names}.",
+            f"offload='nvme:{folder}' updates each parameter separately, which {names} does not support.",
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
     reducers = [reducer for reducer in metadata.reducers if isinstance(reducer, GradientReducer)]
@@ -169,7 +172,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
-    """Return the sharding metadata of a model, and create it first if the model is not sharded.
+    """Return the sharding metadata of a model, or create it if the model is not sharded.
 
     Raises:
         ConfigError: The model is wrapped, for example in DistributedDataParallel, or was sharded with another context.
@@ -201,7 +204,7 @@ def _create_unsharded_metadata(model: nn.Module, context: ParallelContext) -> Sh
     """Create sharding metadata for an unsharded model, and broadcast its weights to all data-parallel ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
-            f"shard_optimizer received context={context}, but {type(model).__name__} is not sharded.",
+            f"context={context} requires a model from shard_model, but {type(model).__name__} is not sharded.",
             remedy="Call shardformer.shard_model(model, context=context) before shard_optimizer.",
         )
     install_patches(TRAINING_PATCHES)
@@ -304,7 +307,7 @@ def shard_optimizer(
 
 
 def must_shard_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], zero_stage: int | None) -> bool:
-    """Return whether a training loop must call ``shard_optimizer``: for ZeRO, or to gather full matrices (stage 0).
+    """Return whether training requires ``shard_optimizer``, for ZeRO or for optimizers that need full matrices.
 
     If an optimizer fails the test for full matrices, it returns True, so that ``shard_optimizer`` raises the error.
     Communicates one object per rank if ``zero_stage`` is None and an axis other than "data" has several ranks.

@@ -45,7 +45,7 @@ END = -1
 
 @dataclass
 class ParamGatherOrder:
-    """The common order in which all ranks gather the parameter groups during a forward or backward pass.
+    """Order in which all ranks gather the parameter groups during a forward or backward pass.
 
     Args:
         group_order: Indices of the groups, in this order.
@@ -61,20 +61,19 @@ class ParamGatherOrder:
     is_open: bool = False
 
     def insert_group(self, group_index: int, position: int) -> None:
-        """Insert a parameter group into the order, before the group at ``position``."""
         self.group_order.insert(position, group_index)
         self.completed_groups_by_position = {
             n + (n >= position): found for n, found in self.completed_groups_by_position.items()
         }
 
     def find_group_position(self, group_index: int, start_position: int) -> int:
-        """Return the first position from ``start_position`` on at which a parameter group is gathered, or END."""
+        """Find the next position, from ``start_position`` on, at which a group is gathered, or return END."""
         return next(
             (n for n in range(max(start_position, 0), len(self.group_order)) if self.group_order[n] == group_index), END
         )
 
     def get_read_positions(self, read_group_indices: Sequence[int]) -> list[int]:
-        """Return the position in this order of each parameter group that a rank reads."""
+        """Find the position at which each of a rank's parameter groups is gathered."""
         positions, at = [], 0
         for index in read_group_indices:
             at = max(self.find_group_position(index, at), at)
@@ -82,7 +81,7 @@ class ParamGatherOrder:
         return positions
 
     def insert_unread_forward_groups(self, group_indices: Sequence[int], layer_group_indices: Collection[int]) -> None:
-        """Insert the parameter groups that no rank used into the forward order, in the order of the model."""
+        """Schedule groups that no rank used in the first forward pass, in case a later forward pass uses them."""
         self.unread_groups = [index for index in group_indices if index not in self.group_order]
         self.is_open |= any(index in layer_group_indices for index in self.unread_groups)
         for index in self.unread_groups:
@@ -90,7 +89,7 @@ class ParamGatherOrder:
             self.insert_group(index, self.group_order.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward_order: ParamGatherOrder) -> None:
-        """Insert the parameter groups that no rank used into the backward order, in reverse order of the model."""
+        """Schedule groups that no rank used in the first backward pass, in case a later backward pass uses them."""
         self.unread_groups, self.is_open = forward_order.unread_groups, self.is_open or forward_order.is_open
         for index in (index for index in self.unread_groups if index not in self.group_order):
             higher = [n for n in self.group_order if n > index]
@@ -102,7 +101,7 @@ def create_common_gather_order(
     previous_order: ParamGatherOrder | None,
     reads_and_last_grads_by_rank: Sequence[tuple[list[int], Mapping[int, int]]],
 ) -> ParamGatherOrder:
-    """Create a common order of all-gathers from the parameter groups that each rank used in a pass.
+    """Merge the parameter groups that each rank used in a pass into one all-gather order for all ranks.
 
     Args:
         gathered_group_indices: The groups in the order in which they were gathered.
@@ -265,7 +264,6 @@ class ParamGatherScheduler:
             wanted.wait_for_unshard()
 
     def free_gathered_params(self) -> None:
-        """Free the gathered parameters of all parameter groups."""
         for unit in self.units:
             unit.reshard()
 
@@ -297,9 +295,10 @@ class ParamGatherScheduler:
             self._gather_through_group(unit.index)
 
     def _gather_through_group(self, group_index: int) -> None:
-        """Gather groups until this rank has group ``group_index``, including groups that only other ranks need.
+        """Gather groups in the common order until group ``group_index`` is gathered.
 
-        If ``group_index`` is END, gather the remaining groups of the pass.
+        This includes groups that only other ranks need. If ``group_index`` is END, gather the remaining groups of the
+        pass.
         """
         if group_index == self._current_group_index and group_index != END:
             return
@@ -363,7 +362,7 @@ class ParamGatherScheduler:
         return self._record.group_order[-1] if self._record.group_order else END
 
     def _end_forward_or_backward_pass(self) -> None:
-        """Take part in the remaining all-gathers of other ranks, and end this rank's forward or backward pass."""
+        """Join the remaining all-gathers of other ranks, and end this rank's forward or backward pass."""
         assert self._kind is not None
         self._keep = ()
         self._gather_through_group(END)
@@ -376,7 +375,7 @@ class ParamGatherScheduler:
     # --- the first pass of a kind
 
     def _negotiate_and_gather(self, requested_group_index: int) -> None:
-        """Agree with the other ranks on the next parameter group to gather, until the requested group is gathered.
+        """Agree with the other ranks on which group to gather next, until the requested group is gathered.
 
         For END, continue until no rank requests any. Before each all-gather, one gather communicates the requested
         groups and the groups with complete gradients.
@@ -399,7 +398,7 @@ class ParamGatherScheduler:
                 return
 
     def record_grad_arrival(self, param_group: Stage3ParamGroup) -> None:
-        """Record when in the backward pass a parameter group received its last gradient."""
+        """Record when a parameter group received its last gradient, to schedule its reduction in later passes."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
@@ -416,7 +415,7 @@ class ParamGatherScheduler:
         self.reducer.on_backward_end()
 
     def _merge_gather_orders_across_ranks(self, previous_order: ParamGatherOrder | None) -> ParamGatherOrder:
-        """Combine the orders in which ranks gathered parameter groups in this pass, for use in later passes."""
+        """Merge the gather orders of all ranks into one order for later passes of the same kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
         plan = create_common_gather_order(self._record.group_order, previous_order, reports)
@@ -431,7 +430,7 @@ class ParamGatherScheduler:
     # --- tensors that autograd saves
 
     def _pack_saved_tensor(self, tensor: Tensor) -> SavedParamView | None:
-        """Replace a gathered tensor that autograd saves by its position in its group. Return None for other tensors."""
+        """Replace a saved parameter by a reference to its parameter group. Return None for other tensors."""
         place = (
             None
             if tensor.layout is not torch.strided
@@ -464,7 +463,7 @@ class ParamGatherScheduler:
     # --- start and end of a backward pass
 
     def _begin_backward(self, forward_pass_index: int | None) -> None:
-        """Begin the backward pass of forward pass number ``forward_pass_index``, by default the most recent one."""
+        """Begin the backward pass of a forward pass, by default the most recent one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
@@ -593,7 +592,7 @@ def _make_param_groups_and_buckets(
 
 
 def _compute_gather_buffer_bytes(shard: FlatParamShard) -> int:
-    """Return the size in bytes of the largest buffer that a shard needs, for gathered parameters or gradients."""
+    """Compute the size in bytes of a shard's largest buffer, for gathered parameters or gradients."""
     return (shard.length + len(shard.gradient_slots)) * shard.axis.size * shard.dtype.itemsize
 
 

@@ -41,7 +41,7 @@ GROUP_ATTRIBUTE = "_shardformer_unit"
 
 
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose full values are not on this rank until its parameter group is gathered.
+    """Sharded parameter whose full values are on this rank only after its parameter group is gathered.
 
     An operation that reads the values gathers the group. Outside a forward or backward pass, it raises an error. Shape,
     dtype, device, hooks and ``.grad`` are available without a gather.
@@ -87,7 +87,7 @@ def gather_groups_of_params(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _get_functions_that_need_no_gather() -> frozenset[Any]:
-    """Return the torch functions that work on a parameter whose values are not gathered."""
+    """Return the torch functions that can be called on a parameter without gathering its values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -106,7 +106,7 @@ def _get_functions_that_need_no_gather() -> frozenset[Any]:
 
 @cache
 def _get_tensor_conversion_methods() -> frozenset[Any]:
-    """Return the tensor conversion methods, such as ``to``, that return the tensor itself if nothing changes."""
+    """Return the tensor methods, such as ``to``, that return the same tensor if device and dtype match."""
     names = "to cpu cuda float double half bfloat16"
     return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
@@ -179,7 +179,6 @@ class Stage3ParamGroup:
 
     @_without_inference_mode
     def wait_for_unshard(self) -> None:
-        """Wait until the full parameters are gathered."""
         if self.is_gathered:
             return
         self.start_unshard()
@@ -305,7 +304,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def choose_buffer_size(self, needed_buffer_bytes: Sequence[int]) -> None:
-        """Set the buffer size to the group size for which the groups need the most memory in total."""
+        """Set the buffer size to the group size that accounts for the most memory over all groups."""
         counts = Counter(needed_buffer_bytes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -410,7 +409,7 @@ class ParamGroupGradReducer(PausableGradientReducer):
         self._arrived(unit)
 
     def has_received_all_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
-        """Return whether a parameter group has all gradients on this rank, and none of them has been reduced yet."""
+        """Return whether this rank has computed all gradients of a group and has not reduced them yet."""
         found = self._buckets.get(param_group.index, ())
         return (
             bool(found)
@@ -419,7 +418,6 @@ class ParamGroupGradReducer(PausableGradientReducer):
         )
 
     def has_unreduced_grads(self, param_group: Stage3ParamGroup) -> bool:
-        """Return whether this rank has gradients of a parameter group that have not been reduced yet."""
         return any(
             gradient.has_unreduced_grad
             for bucket in self._buckets.get(param_group.index, ())
@@ -462,7 +460,7 @@ class ParamGroupGradReducer(PausableGradientReducer):
         self._end.on_backward_end()
 
     def start_reduction(self) -> None:
-        """Start reducing the gradients of all groups that were accumulated inside ``no_sync``."""
+        """Start reducing the gradients that all groups accumulated inside ``no_sync``."""
         for unit in reversed(self._units):
             self.start_grad_reduction(unit)
 
@@ -485,7 +483,7 @@ class ParamGroupGradReducer(PausableGradientReducer):
 
 @dataclass
 class SavedParamView:
-    """A reference to a gathered tensor, which autograd saves for the backward pass instead of the tensor."""
+    """Reference that autograd saves for the backward pass instead of a gathered parameter."""
 
     forward_pass_index: int
     param_group: Stage3ParamGroup

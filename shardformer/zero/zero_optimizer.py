@@ -70,7 +70,8 @@ def check_params_unmodified(model: nn.Module, metadata: ShardingMetadata, shards
     for shard in shards:
         if moved := shard.find_reallocated_param():
             raise ConfigError(
-                f"The memory of {moved} was replaced after shard_optimizer was called (p.data = ..., model.to(...)).",
+                f"The memory of parameter {moved} was replaced after shard_optimizer was called, for example by "
+                "p.data = ... or model.to(...).",
                 remedy="Use p.copy_(values) under torch.no_grad(), or move the model before you call shard_optimizer.",
             )
 
@@ -293,7 +294,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _apply_grad_edits(self) -> Exception | None:
-        """Apply the user's changes of ``p.grad`` to the shards. Return an error that all ranks must raise, or None."""
+        """Copy the user's changes to ``p.grad`` into the shards. Return an error that all ranks must raise, or None."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradient_slots)):
@@ -361,7 +362,7 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def compute_grad_norm(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """Return the 2-norm of the gradients of some parameters, or of all parameters if ``params`` is None.
+        """Compute the 2-norm of the gradients of ``params``, or of all parameters if None.
 
         All ranks must call this method, and get the same norm. Communicates one all-reduce of four numbers per axis.
         """
@@ -413,7 +414,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def scale_loss(self) -> Iterator[float]:
-        """Yield the loss scale. Multiply the loss by it and call ``loss.backward()`` inside this context."""
+        """Yield the loss scale, for a loss that you scale yourself. Call ``loss.backward()`` inside this context."""
         self._is_scaled = True
         try:
             yield self._precision.current_loss_scale
@@ -509,7 +510,7 @@ class ZeroOptimizer(Optimizer):
         is_dict = isinstance(state_dict, dict)
         if key := next((name for name in known if not is_dict or name not in state_dict), None):
             raise ConfigError(
-                f"The state passed to load_state_dict has no {key!r}, so it was not saved by this optimizer.",
+                f"The state passed to load_state_dict has no {key!r}, so it was not saved by a ZeRO optimizer.",
                 remedy="Pass the result of optimizer.state_dict(). Load the state of a torch optimizer before you call "
                 "shard_optimizer.",
             )
@@ -522,8 +523,8 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The optimizer state was saved at mesh position {saved}, but this rank is at {place}.",
-                remedy="Load the state that this rank saved, or use save_checkpoint, which supports any layout.",
+                f"The optimizer state does not match this rank: it was saved at {saved}, but this rank is at {place}.",
+                remedy="Load the state that this rank saved. To change the layout, use save_checkpoint.",
             )
 
     @property
@@ -588,7 +589,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def rounding_counts(self) -> list[int]:
-        """Number of times each shard has been rounded stochastically, used as the seed of the next rounding."""
+        """Number of stochastic roundings of each shard, which seeds the next rounding."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -631,7 +632,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def unwrap_zero_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers, with the user's optimizers instead of each ZeroOptimizer."""
+    """Replace each ZeroOptimizer by the optimizers that the user passed to ``shard_optimizer``."""
     return [own for each in optimizers for own in (each.inner if isinstance(each, ZeroOptimizer) else [each])]
 
 

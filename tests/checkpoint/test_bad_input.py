@@ -78,7 +78,11 @@ LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* but the shape \(6, 5\)"),
     "another optimizer": (Net, lambda m: sgd(m.parameters()), "optimizer AdamW cannot be loaded into SGD"),
     "other groups": (Net, lambda m: groups(m.parameters()), "has 1 parameter groups"),
-    "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "Got 2 optimizers"),
+    "two optimizers": (
+        Net,
+        lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())],
+        "The number of optimizers is 2",
+    ),
     "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "that is not in the model"),
     "no optimizer": (Net, lambda _: "AdamW", "Optimizer, but got str"),
 }
@@ -106,7 +110,7 @@ def test_number_of_schedulers_must_match(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"Got StepLR, StepLR as the scheduler, but .* was saved with StepLR"):
+    with pytest.raises(ConfigError, match=r"The scheduler is StepLR, StepLR, but .* was saved with StepLR"):
         load_checkpoint(model, folder, optimizer, scheduler=schedulers)
 
 

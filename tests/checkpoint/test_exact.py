@@ -140,10 +140,12 @@ def test_resumed_run_equals_uninterrupted_run(case: Case, tmp_path: Path) -> Non
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_an_optimizer_that_saves_additional_entries_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_optimizer_that_saves_additional_entries_is_refused(nested: bool, tmp_path: Path) -> None:
     def run(context: ParallelContext) -> None:
         model = shard_model(nn.Sequential(nn.Linear(3, 2)), context=context)
-        save_checkpoint(model, tmp_path, LookaheadWithState(adamw(model)))
+        optimizer = LookaheadWithState(adamw(model))
+        save_checkpoint(model, tmp_path, Lookahead(optimizer) if nested else optimizer)
 
     with pytest.raises(ConfigError, match=r"LookaheadWithState.state_dict\(\) has the entries 'inner'"):
         run_as_threads(run, data=1)

@@ -241,7 +241,7 @@ def test_export_does_not_replace_source_model(tmp_path: Path) -> None:
         export_pretrained(plain, tmp_path / "base")
     export_pretrained(plain, tmp_path / "out")
     again = materialize(from_pretrained(type(plain), tmp_path / "out"))
-    with pytest.raises(ConfigError, match="it was loaded from there"):
+    with pytest.raises(ConfigError, match="the model was loaded from this directory"):
         export_pretrained(again, tmp_path / "out")
     same(tmp_path / "out", plain)
 

@@ -94,7 +94,7 @@ def test_job_that_lost_its_lock_publishes_nothing(tmp_path: Path, monkeypatch: p
         return real(*args, **kwargs)
 
     monkeypatch.setattr(snapshot, "write_chunks", slow)
-    with pytest.raises(InputError, match="process 17 of someone on a-host took over the folder"):
+    with pytest.raises(InputError, match="is now locked by process 17 of someone on a-host"):
         save(tmp_path, 5)
     assert steps(tmp_path) == [3]
     assert not [path for path in tmp_path.iterdir() if parse_temporary_name(path)]

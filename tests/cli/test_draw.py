@@ -105,8 +105,8 @@ def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.Cap
             ("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"),
             "Use fewer stages, micro-batches or model chunks",
         ),
-        (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
-        (("--durations", "F=1e-308"), "of similar size"),
+        (("--durations", "F=1e308,B=1e308"), "schedule takes inf time units"),
+        (("--durations", "F=1e-308"), "that are closer to each other"),
         (("--send", "1e9"), "exceeds the maximum of 32768 columns"),
     ],
 )

@@ -349,7 +349,7 @@ def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatc
     assert find_local_host_index([HostEntry("192.0.2.1"), HostEntry("127.0.0.1")]) == 1
     with pytest.raises(LaunchError) as caught:
         find_local_host_index([HostEntry("node7"), HostEntry("node8")])
-    assert_four_parts(caught.value, "no entry of the host list node7, node8")
+    assert_four_parts(caught.value, "matches 0 hosts of the list node7, node8")
     assert "--node_rank 0 or 1" in caught.value.remedy
 
 

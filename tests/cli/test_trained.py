@@ -240,7 +240,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("generate {run} ''", "The prompt '' is empty"),
         (
             "generate {run} hi --max-new-tokens 1023",
-            "exceed the maximum sequence length of the model, 1024. Use a shorter prompt, or --max-new-tokens 1022",
+            "exceed the model's maximum sequence length of 1024 tokens. Use a shorter prompt, or --max-new-tokens 1022",
         ),
         ("generate {run} hi --top-p 1.5", "--top-p must be greater than 0 and at most 1, but got 1.5"),
         ("generate {run} hi --temperature 0", "--temperature must be greater than 0, but got 0.0"),
@@ -327,8 +327,8 @@ def test_an_answer_in_bytes_ends_at_the_marker_of_the_template(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("generate {run} hi --system x", "--system 'x' has no effect because the model has no chat template"),
-        ("generate {chat} hi --raw --system x", "--system 'x' has no effect with --raw"),
+        ("generate {run} hi --system x", "--system 'x' has no effect, because the model has no chat template"),
+        ("generate {chat} hi --raw --system x", "--system 'x' has no effect, because --raw skips the chat template"),
         ("generate {chat} ''", "The prompt '' is empty"),
     ],
 )

@@ -237,7 +237,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
             ["gpt2", "--pipe", "2", "--partition", "3;5"],
             "Use --partition 3,5, --partition balanced or --partition uniform",
         ),
-        (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 counts that sum to 6, such as [3, 3]"),
+        (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 layer counts that sum to 6, such as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "assigns 5 layers, but the model has 6"),
         ([os.path.dirname(__file__)], "does not contain a config.json"),
         (["bert", "--tokens", "99"], "max_position_embeddings=64"),

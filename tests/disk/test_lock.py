@@ -120,7 +120,7 @@ def test_only_own_lock_is_refreshed(tmp_path: Path) -> None:
     os.utime(path, (1, 1))
     time.sleep(0.2)
     assert path.stat().st_mtime < 2
-    with pytest.raises(InputError, match="process 17 of someone on a-host took over the folder"):
+    with pytest.raises(InputError, match="is now locked by process 17 of someone on a-host"):
         check_folder_lock_is_held(tmp_path)
     release_folder_lock(tmp_path, holder)
     assert path.exists(), "it is not this process's lock"

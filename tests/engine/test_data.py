@@ -300,7 +300,7 @@ def test_errors_found_during_iteration_raise() -> None:
         len(once)
     with pytest.raises(InputError, match="A batch of 1 samples cannot be split across 2 data-parallel ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
-    with pytest.raises(ConfigError, match="Use the same data"):
+    with pytest.raises(ConfigError, match="Resume with the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(
             ShardedDataLoader([1], place(), batch_size=1).state()
         )

@@ -375,7 +375,7 @@ def _misused(engine: Engine, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another loss", "did not receive the loss of the last engine"),
+        ("another loss", "received another loss than the last engine"),
         ("no batch", "step was called before engine.backward"),
         ("no backward pass", "step was called before engine.backward"),
         ("twice", r"engine\(\[first, second\]\)"),

@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch is divided")
+pytestmark = pytest.mark.filterwarnings("ignore:The batch is split")
 
 
 def model() -> nn.Module:

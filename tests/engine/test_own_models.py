@@ -115,7 +115,7 @@ def test_a_row_may_have_its_inputs_by_name() -> None:
 
 
 def test_a_loss_function_of_verify_raises_with_the_signature() -> None:
-    with pytest.raises(InputError, match=r"loss_fn\(output, target\) raised TypeError.*with these two arguments"):
+    with pytest.raises(InputError, match=r"loss_fn\(output, target\) raised TypeError.*Fix loss_fn"):
         losses(None, [(row, row) for row in WORD_ROWS], loss_fn=square)
     with pytest.raises(InputError, match=r"loss_fn\(output, batch\) raised TypeError"):
         losses(None, [{"words": row} for row in WORD_ROWS], loss_fn=square)

@@ -150,7 +150,7 @@ def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
 
 
 @pytest.mark.reduced(at_most=1)
-@pytest.mark.filterwarnings("ignore:The batch is divided")
+@pytest.mark.filterwarnings("ignore:The batch is split")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:
     """The running statistics of BatchNorm are those of an fp32 model."""

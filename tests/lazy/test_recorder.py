@@ -179,7 +179,7 @@ def test_meta_tensors_without_recipes_are_refused() -> None:
 def test_a_conversion_after_lazy_init_is_refused() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"'weight'.*Call .to\(\) and \.half\(\) inside the block"):
+    with pytest.raises(ConfigError, match=r"'weight'.*inside `with LazyInit\(\):`, where you must also call .to\(\)"):
         materialize(model.half())
 
 

@@ -395,7 +395,7 @@ def test_context_without_world_cannot_communicate() -> None:
 
 def test_custom_activation_layout_uses_sequence_axis() -> None:
     context = ParallelContext.from_sizes({"sequence": 2})
-    with pytest.raises(ConfigError, match=r"sequence axis of size 2"):
+    with pytest.raises(ConfigError, match=r"the sequence axis, which has size 2"):
         ShardConfig(context=context, activation_layout=ActivationLayout()).resolve_context()
 
 

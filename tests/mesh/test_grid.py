@@ -109,7 +109,7 @@ CUBE = RankGrid.from_sizes({"data": 2, "tensor": 8}).with_reshaped_axes(["tensor
         (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 must have as many ranks in total as tensor=8.*product is 8"),
         (["tensor"], {}, r"The new axes \{\} must have as many ranks in total as tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0 is not an integer"),
-        (["tensor"], {"row": 8}, r"already has an axis named 'row'"),
+        (["tensor"], {"row": 8}, r"new axis 'row' has the same name as an existing axis"),
         (
             ["tensor", "data"],
             {"a": 16},
@@ -148,8 +148,8 @@ def test_group_crosses_hosts() -> None:
     [
         ({"tensor": 0}, {}, r"tensor=0"),
         ({"tensr": 2}, {}, r"no axis 'tensr'"),
-        ({"tensor": 2}, {"tensor": 2}, r"no rank at {'tensor': 2}"),
-        ({"tensor": 2}, {"row": 0}, r"no rank at {'row': 0}"),
+        ({"tensor": 2}, {"tensor": 2}, r"The coordinates {'tensor': 2} are outside the mesh"),
+        ({"tensor": 2}, {"row": 0}, r"The coordinates {'row': 0} are outside the mesh"),
     ],
     ids=str,
 )

@@ -301,9 +301,9 @@ def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> Non
         return [*said, str(caught.value)]
 
     first, second = run_as_threads(over, data=2)
-    assert all(re.search("sharded gradient|gradient that ZeRO shards", said) for said in first[:3])
+    assert all(re.search("the gradient's shape|ZeRO shards the gradient", said) for said in first[:3])
     assert all("'0.weight'" in said for said in first[:3])
-    assert "another rank raised an error" in first[3] and ".grad of parameter 0.weight" in second[3]
+    assert "another rank raised an error" in first[3] and ".grad of 0.weight" in second[3]
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
@@ -421,7 +421,7 @@ def test_zero_state_of_another_rank_raises_on_all_ranks_and_changes_nothing() ->
         group = optimizer.param_groups[0]
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.param_groups[0] is group is own.param_groups[0]
-        with pytest.raises(ConfigError, match=r"was saved at mesh position|Rank 1 cannot load"):
+        with pytest.raises(ConfigError, match=r"does not match this rank|Rank 1 cannot load"):
             optimizer.load_state_dict(states[0])
         with pytest.raises(ConfigError, match="has no 'place'"):
             optimizer.load_state_dict({"state": {}, "param_groups": []})

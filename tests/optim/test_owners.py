@@ -224,7 +224,7 @@ class Noisy(Optimizer):
 def test_optimizer_with_random_updates_is_rejected() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(
-        ConfigError, match=r"Noisy cannot be sharded, because its updates are random: two equal runs differ by"
+        ConfigError, match=r"Noisy cannot be sharded, because its updates are random: two identical runs differ by"
     ):
         shard_optimizer(model, Noisy(model.parameters()))
 

@@ -205,7 +205,7 @@ def test_attribute_decides_without_a_trial(needed: bool) -> None:
         raise ValueError("not on the CPU")
 
     optimizer = Rule(rule)
-    with pytest.raises(ConfigError, match=r"set its attribute needs_full_matrices"):
+    with pytest.raises(ConfigError, match=r"set Rule.needs_full_matrices = True"):
         requires_full_matrices(optimizer)
     optimizer.needs_full_matrices = needed  # type: ignore[attr-defined]
     assert requires_full_matrices(optimizer) == needed

@@ -108,7 +108,7 @@ def test_rounded_training_resumes_exactly(masters: str) -> None:
             None,
             "With fp16 weights, master_weights must be 'fp32', but got 'kahan'",
         ),
-        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "does not support offload='cpu'"),
+        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "offload='cpu' requires fp32 master weights"),
     ],
 )
 def test_unsupported_master_weights_are_rejected(precision: Any, offload: OffloadConfig | None, said: str) -> None:

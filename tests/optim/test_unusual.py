@@ -237,6 +237,34 @@ def test_sparse_gradients_over_data_ranks_equal_one_process(kind: Any) -> None:
         torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
 
 
+class SparseOrDense(nn.Module):
+    """An embedding whose gradient is sparse, dense or missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.bias = nn.Embedding(9, 4, sparse=True).double(), nn.Parameter(torch.zeros(4).double())
+
+    def forward(self, kind: str, row: int) -> Tensor:
+        rows = self.table(torch.tensor([row])) if kind == "sparse" else self.table.weight[row]
+        return ((rows if kind != "none" else 1) * (self.bias + 1)).square().sum()
+
+
+@pytest.mark.parametrize("kinds", ["dense dense sparse", "sparse sparse dense", "none sparse dense", "none dense none"])
+def test_gradients_that_are_sparse_on_some_ranks_become_dense(kinds: str) -> None:
+    plain, models = SparseOrDense(), [SparseOrDense() for _ in range(3)]
+    for row, kind in enumerate(kinds.split()):
+        (plain(kind, row) / 3).backward()
+
+    def over(context: ParallelContext) -> list[Any]:
+        model: Any = shardformer.shard_model(models[context.rank], context=context)
+        model(kinds.split()[context.rank], context.rank).backward()
+        return [param.grad for param in model.parameters()]
+
+    for found in run_as_threads(over, data=3):
+        torch.testing.assert_close(found, [param.grad for param in plain.parameters()], rtol=0, atol=1e-12)
+
+
 def test_zero_rejects_an_optimizer_for_sparse_gradients() -> None:
     model = nn.Embedding(9, 4, sparse=True)
     with pytest.raises(shardformer.ShardFormerError, match="SparseAdam cannot be sharded"):

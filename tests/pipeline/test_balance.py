@@ -99,8 +99,8 @@ def test_explicit_counts_are_kept(asked: list[int]) -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ([3, 4, 5], "[3, 4, 5] must have one entry for each of the 4 stages, but has 3"),
-        ([12], "[12] must have one entry for each of the 4 stages, but has 1"),
+        ([3, 4, 5], "[3, 4, 5] must have one layer count for each of the 4 virtual pipeline stages, but has 3"),
+        ([12], "[12] must have one layer count for each of the 4 virtual pipeline stages, but has 1"),
         ([3, 4, 3, 0], "assigns 0 layers to stage 3"),
         ([3, 4, -1, 6], "assigns -1 layers to stage 2"),
         ([3, 4, 4, 1.0], "assigns 1.0 layers to stage 3"),
@@ -140,5 +140,5 @@ def test_invalid_number_of_stages_raises_with_both_numbers(
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
 def test_invalid_cost_raises(bad: float) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"costs[1] must be finite and not negative, but got {bad}")):
+    with pytest.raises(ConfigError, match=re.escape(f"layer_costs[1] must be finite and not negative, but got {bad}")):
         partition_balanced([1, bad, 1], 2)

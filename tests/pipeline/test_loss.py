@@ -342,7 +342,7 @@ def test_earlier_label_form_resolves_ambiguity() -> None:
         in_parts(model, MicroBatchLossScaler(given, SIZES, label_transforms=found), parts, run),
         at_once(model, batch, run),
     )
-    with pytest.raises(ConfigError, match="instead of the predicted"):
+    with pytest.raises(ConfigError, match="labels were predicted from the batch"):
         in_parts(model, MicroBatchLossScaler(given, SIZES), parts, run)
 
 
@@ -389,7 +389,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
             if len(x) == 3
             else F.cross_entropy(x[:, 0], torch.zeros_like(x[:, 0, 0]).long(), ignore_index=0)
         ),
-        "counts 0 labels in micro-batch 1 instead of the predicted 2",
+        "averages over 0 labels in micro-batch 1, but 2 labels were predicted",
     ),
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (

@@ -166,7 +166,7 @@ def test_different_factors_between_data_ranks_raise_on_all(loss_fn: Loss) -> Non
     assert loss_fn is factor_of_batch or len(signs) == 2, "another mean on each of the two ranks"
 
     def do(context: ParallelContext) -> None:
-        with pytest.raises(ConfigError, match="different factors on different data-parallel ranks"):
+        with pytest.raises(ConfigError, match="differs between data-parallel ranks"):
             trained(loss_fn, context)
 
     run_as_threads(do, data=2, one_at_a_time=True)

@@ -141,7 +141,7 @@ def test_kinds_and_chunks_have_distinct_colors() -> None:
 def test_invalid_chart_path_raises(tmp_path: Path) -> None:
     for path, said in [
         ("chart.pdf", r"does not end in \.svg or \.png"),
-        ("nowhere/chart.svg", "its folder is not writable"),
+        ("nowhere/chart.svg", "its parent folder does not exist"),
     ]:
         with pytest.raises(ConfigError, match=said):
             check_chart_path(tmp_path / path)

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
+from shardformer.errors import PolicyError
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.pipeline.layer_sequence import LayerStackDescription
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import ActionKind, PipelineAction, make_schedule, simulate_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.policies import Policy
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatchFactory, SmallModelFactory
 from tests.scripts import SHARDFORMER
@@ -61,11 +66,11 @@ def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) ->
     assert (done.returncode == 0) == (how == "caught")
     assert time.monotonic() - start < 60
     said = done.stdout + done.stderr
-    assert "stage 1 ended while stage 0, action B2@0 (backward of micro-batch 2 in virtual stage 0) waited" in said
+    assert "stage 1 ended while stage 0, action B2@0 (backward of micro-batch 2 in virtual stage 0) was waiting" in said
     if how == "raised":
         assert "In stage 1, action F2@1 (forward of micro-batch 2 in virtual stage 1)." in said
     if how == "caught":  # no step after it waits for what will not come
-        assert said.count("An earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
+        assert said.count("an earlier step failed in stage 1, action F2@1 (forward of micro-batch 2") == 1
 
 
 def _trace(schedule: str, micro_batches: int) -> tuple[list[PipelineAction], int, bool]:
@@ -90,3 +95,39 @@ def test_trace_matches_schedule_and_its_memory(pool2: WorkerPool, schedule: str)
         assert in_order
         assert in_flight == simulate_schedule(said).in_flight[rank]
         assert any(action.kind in (ActionKind.BACKWARD, ActionKind.INPUT) for action in actions)
+
+
+class HeadFirst(nn.Module):
+    """Registers its head before the layers that it follows."""
+
+    def __init__(self, is_linear: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11) if is_linear else nn.LayerNorm(6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class OnlyLayers(Policy):
+    def module_policy(self) -> Any:
+        return {}
+
+    def stacks(self) -> list[LayerStackDescription]:
+        return [LayerStackDescription("layers")]
+
+
+@pytest.mark.parametrize(("is_linear", "trains"), [(True, True), (True, False), (False, True), (False, False)])
+def test_policy_that_places_the_head_before_the_layers_raises(is_linear: bool, trains: bool) -> None:
+    def run(context: ParallelContext) -> None:
+        model = shard_model(HeadFirst(is_linear), policy=OnlyLayers, context=context)
+        pipeline = Pipeline(model, micro_batches=2, loss_fn=lambda output, _: output.float().square().mean())
+        (pipeline.step if trains else pipeline.forward)({"ids": torch.arange(8).reshape(2, 4)})
+
+    message = r"is NaN, because head runs after the last layer.*\n?.*Add \"head\" to with_last_layer"
+    with pytest.raises(PolicyError, match=message):
+        run_as_threads(run, pipe=2)

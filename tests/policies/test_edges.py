@@ -180,7 +180,7 @@ def test_residual_around_the_exit_is_refused_in_the_first_forward_pass() -> None
         model.layers[0].attn.__class__ = ResidualInside
         toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
 
-    with pytest.raises(PolicyError, match="residual connection in ResidualInside must be outside the sharded layers"):
+    with pytest.raises(PolicyError, match="ResidualInside contains a residual connection, which must be outside"):
         run_as_threads(train, tensor=2)
 
 

@@ -194,8 +194,8 @@ def test_a_metric_that_is_never_a_number_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"metric": "validation/f1"}, "which require best='keep'"),
-        ({"mode": "max"}, "which require best='keep'"),
+        ({"metric": "validation/f1"}, "also requires best='keep'"),
+        ({"mode": "max"}, "also requires best='keep'"),
         ({"metric": "validation/f1", "best": "keep"}, "requires mode='min' or mode='max'"),
         ({"mode": "more", "best": "load"}, "mode"),
         ({"best": True}, "Checkpoint.best"),

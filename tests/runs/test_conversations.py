@@ -141,7 +141,7 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(
-        InputError, match=r"Row 1 .*changes how earlier messages are rendered.*train_on = 'last' or 'all'"
+        InputError, match=r"Row 1 .*changes earlier messages when it renders.*train_on = 'last' or 'all'"
     ):
         first_sample(tmp_path, {"messages": CHAT}, chat_template=str(template))
 

@@ -61,7 +61,7 @@ def test_layout_has_the_fields_of_the_parallel_table() -> None:
         ({"optimizer__lr": "5e-5"}, r"optimizer\.lr = '5e-5'.*Write a number, without quotes"),
         ({"training__export": "yes"}, r"training\.export = 'yes'.*Write true or false"),
         ({"training__steps": 0}, r"training\.steps = 0.*Write a number of at least 1"),
-        ({"training__max_grad_norm": 1.0}, r"not a key of \[training\].*Write it as parallel\.max_grad_norm"),
+        ({"training__max_grad_norm": 1.0}, r"contains the unknown key training.*Write it as parallel\.max_grad_norm"),
         ({"batch_size": 2}, r"Write it as data\.batch_size"),
         ({"training__gradient_accumulation_steps": 2}, r"parallel\.micro_batches or parallel\.micro_batch_size"),
         ({"data__max_length": 2}, r"Write it as data\.sequence"),

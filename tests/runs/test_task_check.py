@@ -74,7 +74,7 @@ def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, t
 def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
-    with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, because the model reads the tokens"):
+    with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, because the model sees the tokens"):
         check_attention_fits_task(made, model_of("bert", fields))
 
 

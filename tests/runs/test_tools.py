@@ -66,8 +66,8 @@ def test_fields_of_other_rows_of_a_table_do_not_reach_the_template(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (with_calls(), r"Row 1 .*template ignores tools of"),
-        ({"messages": with_calls()["messages"]}, r"ignores the tool_calls of 'assistant' in message 2"),
+        (with_calls(), r"Row 1 .*template does not render tools of"),
+        ({"messages": with_calls()["messages"]}, r"does not render the tool_calls of 'assistant' in message 2"),
         (with_calls(tools="weather"), r"'tools' must be a list of functions, but got 'weather'"),
         (
             {"messages": [USER, {"role": "assistant", "content": None}]},
@@ -85,7 +85,7 @@ def test_what_the_template_would_drop_raises(row: dict[str, Any], words: str, tm
 def test_a_template_that_drops_a_role_raises(tmp_path: Path) -> None:
     file = tmp_path / "two_roles.jinja"
     file.write_text("{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    with pytest.raises(InputError, match=r"ignores the role 'system' in message 1"):
+    with pytest.raises(InputError, match=r"does not render the role 'system' in message 1"):
         first_sample(tmp_path, {"messages": CHAT}, chat_template=str(file), train_on="all")
 
 

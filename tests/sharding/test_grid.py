@@ -507,7 +507,7 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
     [
         (6, 6, "2d", "Pass the numbers of rows and columns"),
         (4, 4, "3d", "a perfect cube"),
-        (6, 6, "2.5d", "Pass the numbers of rows, columns and layers"),
+        (6, 6, "2.5d", "Pass the numbers of rows, columns and squares"),
         (4, (2, 2), "3d", "Pass three sizes"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
         (4, (2, 2), "1d", "got a grid of 2 x 2"),
@@ -558,7 +558,7 @@ def test_cache_of_another_forward_is_refused_in_training() -> None:
         (name,) = [name for name, value in kept.items() if is_kv_cache(value)]  # as this transformers calls it
         model.train()(ids, **{name: kept[name]})
 
-    with pytest.raises(InputError, match="does not support a KV cache in training"):
+    with pytest.raises(InputError, match="do not support a KV cache in training"):
         run_as_threads(go_on, tensor=2)
 
 

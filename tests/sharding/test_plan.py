@@ -111,8 +111,8 @@ def test_optional_submodule_may_be_missing() -> None:
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        ("attn.num_haeds", ("layers.0.attn has no attribute 'num_haeds'", "'num_heads'")),
-        ("atn.num_heads", ("layers.0.atn has no attribute 'num_heads'", "'attn'")),
+        ("attn.num_haeds", ("attribute 'num_haeds' of layers.0.attn, which does not", "'num_heads'")),
+        ("atn.num_heads", ("attribute 'num_heads' of layers.0.atn, which does not", "'attn'")),
     ],
 )
 def test_missing_attribute_is_refused(attribute: str, words: tuple[str, ...]) -> None:
@@ -121,7 +121,7 @@ def test_missing_attribute_is_refused(attribute: str, words: tuple[str, ...]) ->
 
 def test_missing_method_is_refused() -> None:
     description = ModulePolicyDescription(method_replacement={"foward": lambda self, x: x})
-    refused(Written({"Layer": description}), "layers.0 (Layer) has no method 'foward'", "'forward'")
+    refused(Written({"Layer": description}), "method 'foward' of layers.0 (Layer), which does not exist", "'forward'")
 
 
 @pytest.mark.parametrize("broken", [{"entry": "atn"}, {"columns": ["attn.x"]}, {"row": "attn.y"}])
@@ -199,7 +199,7 @@ def test_tied_weight_with_an_unnamed_owner_is_refused() -> None:
 def test_direct_parameter_of_a_block_entry_is_refused() -> None:
     model: Any = ToyLM()
     model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())
-    refused(ToyPolicy(), "layers.0.mlp.scale", "move it into a submodule", model=model)
+    refused(ToyPolicy(), "layers.0.mlp.scale", "move the parameter into a submodule", model=model)
     model = ToyLM()
     model.layers[0].attn.scale = nn.Parameter(model.norm.weight.detach().clone())
     refused(ToyPolicy(), "layers.0.attn.scale", "`local_attrs` of the Attention", "'inside'", model=model)
@@ -333,7 +333,7 @@ def test_optional_layer_and_custom_class_are_accepted() -> None:
             {"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}},
             ("param_funcs (attn_in) return no layers",),
         ),
-        ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
+        ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("attribute 'n_heads' of", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("class SelfAttention, but the model is a ToyLM",)),
     ],

@@ -78,7 +78,7 @@ def _wrap(how: str, sizes: dict[str, int]) -> str:
 def test_wrapper_around_a_sharded_model_is_refused(pool2: WorkerPool, how: str, axis: str) -> None:
     for said in pool2.run(_wrap, how, {axis: 2}):
         assert how.split()[0] in said and f"The model is sharded over {axis}=2 and cannot be wrapped in" in said
-        assert "shard_model(model, data=...)" in said
+        assert "launch_from_torch(data=...)" in said
 
 
 def _of_another_model() -> bool:

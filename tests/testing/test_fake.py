@@ -208,7 +208,7 @@ def test_block_that_reads_head_width_is_refused() -> None:
     real, batch = sample(), RandomBatchFactory(sample.head_class)(0)
     with enable_fake_tensors() as copied:
         model = shard_model(copied(real), context=make_fake_context(tensor=2))
-        with pytest.raises(ConfigError, match="the size of its attention heads depends on an input"):
+        with pytest.raises(ConfigError, match="its attention reads the head size from an input"):
             model(**copied(batch))
 
 

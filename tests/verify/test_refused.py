@@ -68,7 +68,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ({"tensor": 0}, "tensor=0"),
         ({"data": -1}, "data=-1"),
         ({"steps": 0}, "steps=0"),
-        ({"tensor": 4}, "tensor=4 times data=1 does not equal the number of processes, 2"),
+        ({"tensor": 4}, "tensor=4 times data=1 require 4 processes, but the world size is 2"),
         ({"config": {"enable_sequence_overlap": True}}, "requires enable_sequence_parallelism=True"),
         ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
         ({"model_fn": lambda: Tower()}, "Cannot pickle"),

@@ -34,7 +34,7 @@ RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 @deprecate_renamed_arguments(RENAMED_ARGUMENTS, renamed_attributes=RENAMED_ARGUMENTS)
 class Checkpoint(Hook):
-    """Saves checkpoints at intervals of steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
+    """Saves checkpoints every few steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
@@ -178,7 +178,7 @@ class Checkpoint(Hook):
         self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
     def _reset_best_if_checkpoint_missing(self, trainer: TrainerProtocol) -> None:
-        """Warn if the best checkpoint of the resumed run no longer exists, and reset the best metric value."""
+        """Forget the best metric value, with a warning, if the best checkpoint was deleted before the run resumed."""
         if self.best_step is None:
             return
         folder = get_checkpoint_folder(self.directory, self.best_step)
@@ -205,14 +205,14 @@ class Checkpoint(Hook):
 
 
 def _resolve_metric_mode(best: Best | None, metric_name: str, mode: Mode | None) -> Mode:
-    """Check the options for the best checkpoint, and return whether a lower or a higher metric is better."""
+    """Validate the options for the best checkpoint, and return ``mode`` or its default."""
     if best is not None:
         check_choice("Checkpoint.best", best, get_args(Best))
     if mode is not None:
         check_choice("Checkpoint.mode", mode, get_args(Mode))
     if best is None and (metric_name != DEFAULT_METRIC or mode is not None):
         raise ConfigError(
-            f"Checkpoint got metric={metric_name!r} and mode={mode!r}, which require best='keep' or best='load'.",
+            f"Checkpoint(metric={metric_name!r}, mode={mode!r}) also requires best='keep' or best='load'.",
             remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end.",
         )
     if mode is None and metric_name not in LOSSES:

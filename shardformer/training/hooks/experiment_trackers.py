@@ -42,7 +42,7 @@ class MetricsLoggingHook(Hook):
     on_exception = after_train
 
     def _write_metrics(self, trainer: TrainerProtocol, metric_values: dict[str, float]) -> None:
-        """Write metric values. Subclasses open their writer in ``before_train`` on the first rank."""
+        """Write the metrics of the current step. Subclasses open their writer in ``before_train`` on the first rank."""
 
 
 @deprecate_renamed_arguments(RENAMED_DIRECTORY, renamed_attributes=RENAMED_DIRECTORY)

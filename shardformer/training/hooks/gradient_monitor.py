@@ -69,8 +69,8 @@ class GradientMonitor(Hook):
             median = statistics.median(self._norms)
             if norm > self.factor * median:
                 warnings.warn(
-                    f"The gradient norm of step {trainer.step} is {norm:.3g}, which is "
-                    f"{norm / max(median, 1e-30):.0f} times the median of the previous steps ({median:.3g}).",
+                    f"The gradient norm {norm:.3g} of step {trainer.step} is {norm / max(median, 1e-30):.0f} times the "
+                    f"median {median:.3g} of the previous steps. Check the batch, or reduce max_grad_norm.",
                     stacklevel=2,
                 )
         self._norms.append(norm)

@@ -29,7 +29,7 @@ SHIFTS = "ForCausalLMLoss"
 
 
 class Metrics(Hook):
-    """Computes metrics on the validation data, such as accuracy, and adds them to ``trainer.values``.
+    """Computes metrics such as accuracy on the validation data, and adds them to ``trainer.values``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
@@ -85,8 +85,9 @@ class Metrics(Hook):
             return
         if labels.dim() == output.dim():
             raise InputError(
-                f"The Metrics hook requires one class per prediction, but the labels have shape {tuple(labels.shape)}.",
-                remedy="Remove the hook, or compute the metric in on_validation_batch of your own hook.",
+                f"The Metrics hook requires one class index per prediction, but the labels have shape "
+                f"{tuple(labels.shape)}, with as many dimensions as the logits.",
+                remedy="Instead, compute the metric in the method on_validation_batch of your own hook.",
             )
         predictions = output.argmax(-1).cpu()
         loss_name = getattr(getattr(engine.model, "loss_function", None), "__name__", "")
@@ -110,8 +111,8 @@ class Metrics(Hook):
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
         if len(labels) == 0:
             raise InputError(
-                "All labels of the validation data are -100 (ignored).",
-                remedy="Pass validation data with labels, or remove the Metrics hook.",
+                "All labels of the validation data are -100, which the Metrics hook ignores.",
+                remedy="Pass validation data with labels, or remove the hook.",
             )
         for name, function in self._functions.items():
             try:
@@ -126,20 +127,20 @@ class Metrics(Hook):
 
 
 def _get_labels_and_predictions(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels and predictions to compare in a regression or a multi-label classification."""
+    """Convert labels and outputs of a regression or multi-label classification to labels and predictions."""
     logits = logits.squeeze(-1) if logits.dim() > labels.dim() else logits
     if logits.shape != labels.shape:
         raise InputError(
             f"The Metrics hook requires labels and outputs of the same shape, but got {tuple(labels.shape)} and "
             f"{tuple(logits.shape)}.",
-            remedy="Remove the hook, or compute the metric in on_validation_batch of your own hook.",
+            remedy="Instead, compute the metric in the method on_validation_batch of your own hook.",
         )
     is_multi_label = labels.dim() > 1 and bool(((labels == 0) | (labels == 1)).all())
     return (labels.long(), (logits > 0).long()) if is_multi_label else (labels, logits.float())
 
 
 def _get_logits(model_output: Any) -> Tensor:
-    """Return the logits of a model output, which may be a tensor, a tuple, a dict or a ``ModelOutput``."""
+    """Get the logits from a model output, which may be a tensor, a tuple, a dict or a ``ModelOutput``."""
     if isinstance(model_output, Mapping):
         model_output = model_output["logits"] if "logits" in model_output else next(iter(model_output.values()))
     found = (
@@ -150,14 +151,14 @@ def _get_logits(model_output: Any) -> Tensor:
 
 
 def _get_labels(batch: Any, model: nn.Module) -> Tensor:
-    """Return the labels of a batch, from the item ``labels`` of a dict or from the last item of a tuple."""
+    """Get the labels of a batch from the key ``labels`` of a dict or the last item of a tuple."""
     named = batch_to_forward_kwargs(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
-        contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        contents = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise InputError(
-            f"The Metrics hook cannot find labels in the batch ({contents}).",
-            remedy="Pass the labels as the item 'labels' of a dict or as the last item of a tuple, or remove the hook.",
+            f"The Metrics hook found no labels in a validation batch, which consists of {contents}.",
+            remedy="Pass the labels under the key 'labels' of a dict, or as the last item of a tuple.",
         )
     return found.cpu()
 

@@ -120,7 +120,7 @@ class MovingAverage(Hook):
 
     @contextmanager
     def applied(self, engine: Engine) -> Iterator[None]:
-        """Replace the weights by their averages inside a ``with`` block. All ranks must call it between two steps."""
+        """Replace the weights with their averages in a ``with`` block. All ranks must call it between two steps."""
         self._replace_weights_by_averages(engine)
         try:
             yield
@@ -222,7 +222,7 @@ def _find_zero_optimizer(engine: Engine) -> ZeroOptimizer | None:
 
 
 def _iter_params_with_groups(engine: Engine) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Yield each trained tensor with its optimizer and parameter group. Under ZeRO, the tensors are local slices."""
+    """Yield each parameter with its optimizer and parameter group. Under ZeRO, the parameters are local slices."""
     for optimizer in unwrap_zero_optimizers(engine.optimizers):
         for group in optimizer.param_groups:
             yield from ((optimizer, group, param) for param in group["params"])
@@ -233,7 +233,7 @@ def _iter_optimizers_and_params(engine: Engine) -> Iterator[tuple[Optimizer, Ten
 
 
 def _iter_weights_to_overwrite(engine: Engine) -> Iterator[Tensor]:
-    """Yield all local tensors that the averaged weights temporarily overwrite."""
+    """Yield the tensors on this rank that the averaged weights temporarily overwrite."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
         yield from (param for _, param in _iter_optimizers_and_params(engine))

@@ -78,7 +78,7 @@ class Profiler(Hook):
         self.on_exception(trainer)
         if not self.written and trainer.is_first:
             warnings.warn(
-                "The run was too short for Profiler to write a trace. Reduce its wait argument.", stacklevel=2
+                "The run was too short for Profiler to write a trace. Reduce the argument wait.", stacklevel=2
             )
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
@@ -127,7 +127,7 @@ def plot_memory_trace(trace_path: Path, image_path: Path) -> None:
 
 
 def read_memory_timeline(trace_path: Path) -> tuple[list[float], list[float]]:
-    """Read the allocated memory of the device over time from a trace, and return times in ms and memory in MB."""
+    """Read times in ms, and the memory in MB that was allocated on the device, from a profiler trace."""
     events = json.loads(trace_path.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}

@@ -28,7 +28,7 @@ REFRESHES_PER_S = 4
 
 
 class Progress(Hook):
-    """Shows a progress bar with loss, remaining time, speed and memory in a terminal or notebook, or prints lines.
+    """Shows the loss, remaining time, speed and memory of a run in a progress bar, or in log lines without a terminal.
 
     The bar always shows the step, the loss and the remaining time, and as many other values as fit into the terminal.
     If there is no terminal, the hook prints lines instead. To show speed and memory, add ``Throughput()`` before this
@@ -110,7 +110,7 @@ class Progress(Hook):
 
 
 class StatusLine:
-    """One-line status of a run, which is adapted to the width of the terminal.
+    """Status line of a run, shortened to fit the width of the terminal.
 
     Args:
         done_fraction: Completed fraction of the run from 0 to 1, or None if the number of steps is unknown.
@@ -147,7 +147,7 @@ class StatusLine:
         return self.required[0]
 
     def get_texts_that_fit(self, max_width: int) -> list[str]:
-        """Return the texts to show next to the progress bar: all required texts, and the optional texts that fit."""
+        """Select the texts to show next to the progress bar, and drop optional texts that exceed ``max_width``."""
         shown = list(self.required)
         for text in self.optional:
             if len(GAP.join([*shown, text])) + self.compute_progress_bar_width(max_width) + 1 > max_width:
@@ -162,7 +162,7 @@ class StatusLine:
         return BAR if max_width >= WIDE else MIN_BAR
 
     def to_rich_text(self, max_width: int, ascii_only: bool = False) -> Text:
-        """Format the status, including the progress bar, in at most ``max_width`` columns."""
+        """Render the progress bar and the texts as one line of at most ``max_width`` columns."""
         from rich.text import Text
 
         columns = self.compute_progress_bar_width(max_width)
@@ -222,7 +222,7 @@ class _NotebookProgressBar:
 
 
 def format_step_progress(trainer: TrainerProtocol) -> str:
-    """Format the number of steps so far and the total number of steps, as in "48/60"."""
+    """Format the completed and the total number of steps, as in "48/60"."""
     return f"{trainer.step}/{trainer.num_steps}" if trainer.num_steps is not None else f"{trainer.step}"
 
 
@@ -233,7 +233,7 @@ def format_duration(seconds: float) -> str:
 
 
 def scale_to_si_prefix(number: float) -> tuple[str, str]:
-    """Split a number into three significant digits and a unit prefix, as in ("51.2", "k") for 51200."""
+    """Scale a number to an SI prefix and round it to three digits, as in ("51.2", "k") for 51200."""
     # 999.6 is 1 k, not 1e+03
     unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(number) >= 0.9995 * scale), ("", 1.0))
     return f"{number / scale:.3g}", unit

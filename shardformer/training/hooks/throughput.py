@@ -113,7 +113,7 @@ class _FlopCounter(TorchDispatchMode):
 
 
 def _get_peak_memory_bytes(device: torch.device) -> float:
-    """Return the peak memory of this process in bytes, on the GPU if there is one, and otherwise on the CPU."""
+    """Return the peak memory of this process on ``device`` in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

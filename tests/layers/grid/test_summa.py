@@ -122,7 +122,7 @@ def test_unsupported_sizes_raise() -> None:
         grid = grid_of(context, "2d", (2, 1))
         with pytest.raises(ConfigError, match=r"Linear2D stands for an nn\.Linear, not a"):
             Linear2D.from_native_module(nn.LayerNorm(IN), grid)
-        with pytest.raises(ConfigError, match="The hidden size 1 cannot be sharded over 2 ranks"):
+        with pytest.raises(ConfigError, match="The hidden size 1 is too small to shard over 2 ranks"):
             Linear2D(1, OUT, grid=grid)
 
     run_as_threads(wrong, tensor=2)

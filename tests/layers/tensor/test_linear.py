@@ -305,12 +305,12 @@ def test_size_below_the_number_of_ranks_raises(pool4: WorkerPool) -> None:
         pool4.run(make, "col", 8, 3)
     with pytest.raises(ConfigError, match="in_features=3 cannot be sharded over 4 ranks"):
         pool4.run(make, "row", 3, 8)
-    with pytest.raises(ConfigError, match=r"out_features=1 cannot be sharded.*do not shard this layer"):
+    with pytest.raises(ConfigError, match=r"out_features=1 cannot be sharded.*do not shard the layer"):
         pool4.run(make, "head", 8, 1)
 
 
 def test_uneven_fused_projections_raise(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="out_features=10 is not divisible by n_fused=3"):
+    with pytest.raises(ConfigError, match="the number of fused projections, n_fused=3"):
         pool2.run(make, "fused", 4, 10)
 
 

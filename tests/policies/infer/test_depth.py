@@ -37,7 +37,7 @@ FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type -> class, and the pipeline hints of one of its stacks that registration order does not imply."""
 REFUSED = {
-    "xlm": ("XLMWithLMHeadModel", "another stage computes it"),
+    "xlm": ("XLMWithLMHeadModel", "only on another pipeline stage"),
     "pvt_v2": ("PvtV2ForImageClassification", "in two stages it does not run"),
 }
 """Models with attention modules and MLPs in separate lists, or with layers that return several outputs."""

@@ -100,7 +100,7 @@ def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool,
 
 
 def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerPool) -> None:
-    with pytest.raises(ShardFormerError, match=r"ffns.*another stage computes it"):
+    with pytest.raises(ShardFormerError, match=r"ffns.*only on another pipeline stage"):
         report_of(pool2, "xlm", XLM)
 
 

@@ -148,7 +148,7 @@ def test_hook_states_are_restored_by_name(tmp_path: Path) -> None:
     assert best is not None
     assert again.best is not None and again.best <= best
     assert again.without_progress + stopping.without_progress <= 3
-    with pytest.warns(UserWarning, match="states of hooks that the trainer does not have: EarlyStopping"):
+    with pytest.warns(UserWarning, match="states of hooks that Trainer lacks: EarlyStopping"):
         run(4, [Checkpoint(tmp_path)])
 
 

@@ -60,7 +60,7 @@ def test_data_ranks_have_the_same_norm(parallel: ParallelConfig) -> None:
 
 def test_a_spike_warns() -> None:
     data = [*pairs(20), (torch.full((4,), 1e4), torch.zeros(1))]
-    with pytest.warns(UserWarning, match=r"gradient norm of step 21 is .* times the median"):
+    with pytest.warns(UserWarning, match=r"gradient norm .* of step 21 is .* times the median"):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         options = {"shuffle": False}

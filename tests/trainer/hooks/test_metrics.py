@@ -108,7 +108,7 @@ def test_a_batch_without_labels_raises() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = [{"input": x} for x, _ in rows(4)]
     engine = initialize(model, optimizer, lambda output, batch: output.mean(), data, batch_size=4)
-    with pytest.raises(InputError, match=r"cannot find labels in the batch \(input"):
+    with pytest.raises(InputError, match=r"found no labels in a validation batch, which consists of input"):
         Trainer(engine, [Metrics()]).fit(steps=1, validation=data)
 
 
