@@ -9,9 +9,10 @@ Compared in every training step, and between which ranks:
     batch              x                           x       inputs of the forward pass
     steps              x                x          x       number of optimizer steps
     options            x                x          x       learning rates and other numbers in parameter groups
-    weights            x                x                  replicated weights, one slice per step
+    weights            x                x          x       replicated weights, one slice per step
 
-Pipeline stages train different parameters, and some stages may train none. Stages whose optimizer has stepped compare
+Pipeline stages train different parameters, and some stages may train none. They compare the weights that they share,
+such as tied embeddings. Stages whose optimizer has stepped compare
 the number of batches after which it did so. Stages compare options only if each has a single optimizer of the same
 class with a single parameter group, because several optimizers may have different options on purpose.
 
@@ -142,7 +143,7 @@ class RankConsistencyMonitor:
         self._has_stepped = True
         self._optimizers.add(optimizer)
         self.state.context.traffic.steps = self.steps
-        self.options = type(optimizer).__name__, tuple(map(_get_numeric_options, optimizer.param_groups))
+        self.options = type(optimizer).__name__, tuple(map(get_numeric_options, optimizer.param_groups))
 
     # --- ranks that process the same batch
 
@@ -231,10 +232,22 @@ class RankConsistencyMonitor:
     # --- weights
 
     def _hash_replicated_weights(self, axis: Axis) -> int:
-        numbered = enumerate(self._get_weights_to_compare(axis), 1)
-        found = self._sum_tensors_without_gpu_sync(
-            f"weights {axis.name}", [compute_tensor_hash(x) * number for number, x in numbered]
-        )
+        return self._hash_weights(f"weights {axis.name}", self._get_weights_to_compare(axis))
+
+    def hash_shared_weights(self, stages: tuple[int, ...], shared_entries: Sequence[ParamEntry]) -> int:
+        """Hash a slice of the weights that the pipeline stages ``stages`` share. All of them must make this call."""
+        if self.state.parameter_owner is not None or not all(has_real_data(entry.param) for entry in shared_entries):
+            return 0
+        key = f"stages {stages}"
+        if key not in self._parts:
+            self._parts[key] = list(_split_weights_into_per_step_slices(shared_entries))
+        self._turns[key] = turn = self._turns.get(key, -1) + 1
+        part = self._parts[key][turn % len(self._parts[key])]
+        return self._hash_weights(key, [entry.param.detach().reshape(-1)[at] for entry, at in part])
+
+    def _hash_weights(self, cache_key: str, weights: Sequence[Tensor]) -> int:
+        numbered = enumerate(weights, 1)
+        found = self._sum_tensors_without_gpu_sync(cache_key, [compute_tensor_hash(x) * n for n, x in numbered])
         return 0 if found is None else _hash_to_62_bits(int(found))
 
     def _compute_weight_projection_and_norm(self, axis: Axis) -> tuple[float, float]:
@@ -369,7 +382,8 @@ def _get_random_signs(device: torch.device) -> Tensor:
     return known
 
 
-def _get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
+def get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the numbers in a parameter group of an optimizer, such as its learning rate."""
     found = []
     for name, value in param_group.items():
         values = value if isinstance(value, tuple | list) and name != "params" else (value,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,12 @@ from shardformer.gradient_accumulation.micro_batch_loss import (
     make_unsupported_loss_error,
 )
 from shardformer.gradient_accumulation.micro_batches import iter_named_tensors
-from shardformer.layout.sharding_metadata import ShardingMetadata, get_sharded_module_and_prefix, get_sharding_metadata
+from shardformer.layout.sharding_metadata import (
+    ParamEntry,
+    ShardingMetadata,
+    get_sharded_module_and_prefix,
+    get_sharding_metadata,
+)
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
@@ -157,7 +162,8 @@ class Pipeline:
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
         self.checkpointed: set[str] = set()  # paths of those layers
         self._must_check_factors = self._averages_tokens and self._context.data.size > 1
-        self._stage_dtypes_hash: tuple[int, ...] = ()  # hash of each stage's parameter dtypes
+        self._stage_dtypes_hash: tuple[int, ...] = ()  # hash of each stage's parameter dtypes and requires_grad
+        self._num_requires_grad_changes = 0  # how often a stage changed requires_grad of a shared parameter alone
         self._must_compare_batches = bool(state.request.extra.get("check_inputs", True))
         stages, manager = self._stages, self._stages.manager
         assert stages.stage_forward is not None
@@ -559,28 +565,75 @@ class Pipeline:
         options = 0 if watch is None else watch.hash_optimizer_options()
         modes = run_backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(micro_batches), *modes, seen, steps, options, _hash_repr(kinds), seed)
+        groups = sorted({*self._stages.shared.values()})
+        hashes = [
+            watch.hash_shared_weights(group, found)
+            if watch is not None and (found := self._find_shared_entries(group))
+            else 0
+            for group in groups
+        ]
         with self._runtime.add_stage_note_to_errors("before a step"):
-            rows = self._mask_allowed_differences(collectives.all_gather_ints(local, axis))
+            gathered = collectives.all_gather_ints((*local, *hashes), axis)
+            rows = self._mask_allowed_differences([row[: len(local)] for row in gathered])
         if watch is not None:
             watch.rounds_of_stages = max(row[STEPS] for row in rows)
         if any(row[:-2] != rows[0][:-2] for row in rows):
             raise _make_stage_mismatch_error(rows, axis)
+        for number, ranks in enumerate(groups, len(local)):
+            if len({gathered[rank][number] for rank in ranks}) > 1:
+                self._raise_shared_weights_differ(ranks)
         stages = tuple(row[-2] for row in rows)
-        self._update_placeholder_dtypes(stages)
-        return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
+        self._update_after_casts_and_freezes(stages)
+        key = (*modes, stages, self._num_requires_grad_changes)
+        return [(s, key) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
-    def _update_placeholder_dtypes(self, dtype_hash_by_stage: tuple[int, ...]) -> None:
-        """Update the dtypes of parameter placeholders after another pipeline stage cast its parameters.
+    def _find_shared_entries(self, stages: tuple[int, ...]) -> list[ParamEntry]:
+        """Return the parameters that this rank shares with exactly these pipeline stages, in the same order on each."""
+        found = [entry for entry in self._state.entries if entry.reduction.stages == stages]
+        return sorted(found, key=lambda entry: self._stages.get_first_name(entry.name))
 
-        Raises InputError on all stages if two stages store the same parameter in different dtypes.
+    def _raise_shared_weights_differ(self, stages: tuple[int, ...]) -> NoReturn:
+        """Raise InputError on every stage for a shared parameter whose copies differ."""
+        entries = self._find_shared_entries(stages)
+        hashes = {
+            self._stages.get_first_name(e.name): (e.name, collectives.compute_tensor_hash(e.param)) for e in entries
+        }
+        everywhere = collectives.all_gather_objects(
+            {first: (name, int(number)) for first, (name, number) in hashes.items()}, self._manager.axis
+        )
+        copies = {rank: everywhere[rank] for rank in stages}
+        first = next(n for n in copies[stages[0]] if len({copy[n][1] for copy in copies.values()}) > 1)
+        names = ", ".join(f"{copy[first][0]} on stage {rank}" for rank, copy in copies.items())
+        raise InputError(
+            f"The copies of a parameter that several pipeline stages share have different values: {names}.",
+            rule="A step must update all copies of a shared parameter, such as a tied embedding, in the same way.",
+            remedy="If your code selects parameters by name to change weights, gradients or optimizer options, select "
+            "the parameter by its name on each stage.",
+        )
+
+    def _update_after_casts_and_freezes(self, param_hash_by_stage: tuple[int, ...]) -> None:
+        """Update placeholders and shared parameters after a stage changed ``dtype`` or ``requires_grad``.
+
+        If one stage freezes or unfreezes a shared parameter, so do the others. Raises InputError on all stages if two
+        stages store the same parameter in different dtypes.
         """
-        if dtype_hash_by_stage == self._stage_dtypes_hash:
+        if param_hash_by_stage == self._stage_dtypes_hash:
             return
-        everywhere = collectives.all_gather_objects(get_param_dtypes(self._sharded), self._manager.axis)
+        shared = {self._stages.get_first_name(e.name): e.param for e in self._state.entries if e.reduction.stages}
+        flags = {name: param.requires_grad for name, param in shared.items()}
+        gathered = collectives.all_gather_objects((get_param_dtypes(self._sharded), flags), self._manager.axis)
+        agreed = self._stages.shared_requires_grad
+        for name, was_trainable in list(agreed.items()):
+            if {not was_trainable} & {flags[name] for _, flags in gathered if name in flags}:  # a stage has changed it
+                agreed[name] = not was_trainable
+                self._num_requires_grad_changes += 1
+        for name in agreed.keys() & shared.keys():
+            shared[name].requires_grad_(agreed[name])
+        everywhere = [dtypes for dtypes, _ in gathered]
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
-                first = self._stages.parameters[name][0] if name in self._stages.parameters else name
+                first = self._stages.get_first_name(name)
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
@@ -589,7 +642,7 @@ class Pipeline:
                         remedy="Call model.to(dtype) on all ranks, or cast the parameter on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
-        self._stage_dtypes_hash = dtype_hash_by_stage
+        self._stage_dtypes_hash = param_hash_by_stage
 
     def _mask_allowed_differences(self, values_by_stage: Sequence[Sequence[int]]) -> list[list[int]]:
         """Overwrite values that are allowed to differ between pipeline stages, before all values are compared."""

@@ -156,6 +156,7 @@ class PipelineStages:
         state: (first name of the same tensor, full shape) of each entry of the full model's state dict.
         parameters: (first name of the same parameter, number of elements) of each parameter name of the full model.
         shared: ranks of the pipe axis that share a parameter, by name, for tied weights and repeated layers.
+        shared_requires_grad: ``requires_grad`` of each shared parameter, by its first name, as the stages last agreed.
         uses_random: whether the model draws random numbers in training.
         stream: layout of the activations between layers.
     """
@@ -169,6 +170,7 @@ class PipelineStages:
     state: dict[str, tuple[str, tuple[int, ...]]]
     parameters: dict[str, tuple[str, int]]
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shared_requires_grad: dict[str, bool] = field(default_factory=dict)
     placeholders: ParameterPlaceholders = field(default_factory=ParameterPlaceholders)
     stage_forward: StageForward | None = None
     uses_random: bool = False
@@ -178,6 +180,10 @@ class PipelineStages:
     @property
     def is_running_forward(self) -> bool:
         return self.stage_forward is not None and self.stage_forward.now is not None
+
+    def get_first_name(self, param_name: str) -> str:
+        """Return the name that is the same on all stages for a parameter with several names, such as a tied weight."""
+        return self.parameters[param_name][0] if param_name in self.parameters else param_name
 
     def find_owner_ranks(self, tensor_name: str) -> tuple[int, ...]:
         """Return the pipeline ranks that store the parameter or buffer ``tensor_name``."""
@@ -217,6 +223,7 @@ class PipelineStages:
             rename_fn(name): (rename_fn(first), count) for name, (first, count) in self.parameters.items()
         }
         self.shared = {rename_fn(name): ranks for name, ranks in self.shared.items()}
+        self.shared_requires_grad = {rename_fn(name): flag for name, flag in self.shared_requires_grad.items()}
         self.placeholders.rename_parameters(rename_fn)
 
     def record_tensor_on_same_stages(self, tensor_name: str, reference_name: str, shape: tuple[int, ...]) -> None:
@@ -327,10 +334,11 @@ def build_pipeline_stages(
     for name, (first, _) in parameters.items() if stage_manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
     # keep the names of a parameter adjacent: stages use different ones, and fill buckets in this order
-    for tied_names in names.values():
+    for first, tied_names in names.items():
         ranks = sorted({rank for name in tied_names for rank in stages.find_owner_ranks(name)})
         if len(ranks) > 1:
             stages.shared |= dict.fromkeys(tied_names, tuple(ranks))
+            stages.shared_requires_grad[first] = tensors[first][1].requires_grad
     return stages
 
 

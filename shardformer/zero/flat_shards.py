@@ -121,6 +121,7 @@ class FlatParamShard:
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradient_slots)
         self.edits = 0  # fingerprint of the user's edits of gradients, compared across ranks
+        self.shared_edits = 0  # and of the edits of gradients that pipeline stages share, compared across stages
         self._is_discarded = False  # whether the user discarded the gradient of a parameter
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: AsyncHostDeviceCopy | None = None
@@ -354,9 +355,10 @@ class FlatParamShard:
 
     def record_grad_edit(self, param_index: int, edit_description: str) -> None:
         """Record that the user changed ``p.grad``, to check later that all ranks made the same change."""
-        self.edits = (
-            self.edits + crc32(f"{edit_description} {self.gradient_slots[param_index].entry.name}".encode())
-        ) % EDITS
+        entry = self.gradient_slots[param_index].entry
+        self.edits = (self.edits + crc32(f"{edit_description} {entry.name}".encode())) % EDITS
+        if entry.reduction.stages:  # each stage has another name for the parameter
+            self.shared_edits = (self.shared_edits + crc32(f"{edit_description} {param_index}".encode())) % EDITS
 
     def get_local_grad(self, param_index: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
@@ -391,7 +393,7 @@ class FlatParamShard:
     def clear_grads(self) -> None:
         """Discard the gradients of this shard, and set ``.grad`` of its parameters to None."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradient_slots)
-        self._is_discarded, self.edits = False, 0
+        self._is_discarded, self.edits, self.shared_edits = False, 0, 0
         if self.host is not None:
             self.host.clear_grads()
         for param_slice in self.slices:

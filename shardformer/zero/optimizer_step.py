@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import prod
 
 import torch
 from torch import Tensor
@@ -182,7 +183,7 @@ def compute_sharded_grad_norm(
 ) -> Tensor:
     """Compute the 2-norm of a model's sharded gradients over all ranks.
 
-    Communicates one all-reduce of four numbers over each axis.
+    Communicates one all-reduce over each axis, of four numbers and two for each group of stages that share weights.
 
     Args:
         local_error: An error on this rank, which makes every rank raise.
@@ -193,9 +194,11 @@ def compute_sharded_grad_norm(
         ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
     """
     device = metadata.context.device
-    here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
-    edits = float(sum(shard.edits for shard in shards) % EDITS)
-    there[1:] += torch.tensor([float(local_error is not None), edits, edits**2], dtype=torch.float64)
+    groups = [] if metadata.stages is None else sorted({*metadata.stages.shared.values()})
+    edits = [float(sum(shard.edits for shard in shards) % EDITS), *(_sum_shared_edits(shards, g) for g in groups)]
+    numbers = [float(local_error is not None), *(power for x in edits for power in (x, x**2))]
+    here, there = (torch.zeros(1 + len(numbers), dtype=torch.float64, device=place) for place in (device, "cpu"))
+    there[1:] += torch.tensor(numbers, dtype=torch.float64)
     for shard in shards if local_error is None else ():
         total, found = here if shard.host is None else there, shard.reduced_grads
         for p in shard.slices:
@@ -214,13 +217,17 @@ def compute_sharded_grad_norm(
             total, count = _flag_mismatched_grad_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
     total = _flag_mismatched_grad_edits(total, count)
+    ranks_per_stage = prod(axis.size for axis in axes if axis.name != "pipe")
+    for at, group in enumerate(groups if not within_pipeline_stage else ()):
+        total = _flag_mismatched_grad_edits(total, ranks_per_stage * len(group), 4 + 2 * at)
     if local_error is not None:
         raise local_error
     total, problems = total[0], total[1]
     if has_real_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "p.grad was modified differently on different ranks since the last zero_grad.",
-            remedy="Apply the same changes to p.grad on all ranks, regardless of each rank's batch and loss.",
+            remedy="Apply the same changes to p.grad on all ranks, regardless of each rank's batch and loss. In a "
+            "pipeline, tied parameters have different names on each stage.",
         )
     if has_real_data(problems) and bool(problems):
         raise ConfigError(
@@ -231,22 +238,21 @@ def compute_sharded_grad_norm(
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int) -> Tensor:
+def _sum_shared_edits(shards: Sequence[FlatParamShard], stages: tuple[int, ...]) -> float:
+    shared = (shard for shard in shards if shard.gradient_slots[0].entry.reduction.stages == stages)
+    return float(sum(shard.shared_edits for shard in shared) % EDITS)
+
+
+def _flag_mismatched_grad_edits(norm_and_edit_sums: Tensor, num_ranks: int, first_index: int = 2) -> Tensor:
     """Add an error flag to ``norm_and_edit_sums`` if the ranks modified ``p.grad`` differently.
 
-    The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
+    The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2. The two sums start at ``first_index``.
     """
-    differs = (num_ranks * norm_and_edit_sums[3] - norm_and_edit_sums[2] ** 2).clamp(min=0.0, max=1.0) * float(
-        num_ranks > 0
-    )
-    return torch.stack(
-        [
-            norm_and_edit_sums[0],
-            norm_and_edit_sums[1] + EDITS_DIFFER * differs,
-            norm_and_edit_sums[2],
-            norm_and_edit_sums[3],
-        ]
-    )
+    edits, squares = norm_and_edit_sums[first_index : first_index + 2]
+    differs = (num_ranks * squares - edits**2).clamp(min=0.0, max=1.0) * float(num_ranks > 0)
+    flags = torch.zeros_like(norm_and_edit_sums)
+    flags[1] = EDITS_DIFFER * differs
+    return norm_and_edit_sums + flags
 
 
 def _is_included_in_grad_norm(grad_slot: GradientSlot, metadata: ShardingMetadata, zero_stage: int) -> bool:

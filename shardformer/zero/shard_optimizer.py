@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shardformer.consistency.rank_divergence import (
     MONITOR_PATCHES,
     check_gradients_before_step,
     get_metadata_of_trained_models,
+    get_numeric_options,
 )
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
@@ -116,6 +118,36 @@ def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMe
                 remedy="Remove the parameter from one of the optimizers.",
             )
         seen |= {id(p) for p in given}
+
+
+def _check_stages_use_same_options(optimizers: Sequence[Optimizer], metadata: ShardingMetadata) -> None:
+    """Raise ConfigError on all ranks if pipeline stages use different optimizer options for a parameter they share.
+
+    Communicates the options of shared parameters over pipe.
+    """
+    stages = metadata.stages
+    if stages is None or not stages.shared:
+        return
+    options = {
+        id(p): (type(optimizer).__name__, *get_numeric_options(group))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    shared = [entry for entry in metadata.entries if entry.reduction.stages]
+    local = {stages.get_first_name(entry.name): (entry.name, options.get(id(entry.param))) for entry in shared}
+    known: dict[str, tuple[str, Any]] = {}
+    for name, (local_name, used) in chain.from_iterable(
+        each.items() for each in all_gather_objects(local, metadata.context.pipe)
+    ):
+        other_name, other = known.setdefault(name, (local_name, used))
+        if used != other:
+            raise ConfigError(
+                f"Pipeline stages share the parameter {name}, but use different optimizer options for it: "
+                f"{other or 'no optimizer'} for {other_name} and {used or 'no optimizer'} for {local_name}.",
+                remedy="If you select parameters by name, select all names of a tied parameter. Or create the "
+                "optimizer before the model is sharded, and call shardformer.initialize.",
+            )
 
 
 def check_no_shared_param_memory(model: nn.Module, metadata: ShardingMetadata) -> None:
@@ -303,6 +335,7 @@ def shard_optimizer(
         return optimizers, options
 
     checked = run_and_compare_across_ranks(table.context, make_optimizers_and_options, _format_options_per_line, ACTION)
+    _check_stages_use_same_options(checked[0], table)
     return ZeroOptimizer(model, table, *checked)
 
 
