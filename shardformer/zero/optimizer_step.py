@@ -193,21 +193,11 @@ def compute_sharded_grad_norm(
     Raises:
         ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
     """
-    device = metadata.context.device
     groups = [] if metadata.stages is None else sorted({*metadata.stages.shared.values()})
     edits = [float(sum(shard.edits for shard in shards) % EDITS), *(_sum_shared_edits(shards, g) for g in groups)]
     numbers = [float(local_error is not None), *(power for x in edits for power in (x, x**2))]
-    here, there = (torch.zeros(1 + len(numbers), dtype=torch.float64, device=place) for place in (device, "cpu"))
-    there[1:] += torch.tensor(numbers, dtype=torch.float64)
-    for shard in shards if local_error is None else ():
-        total, found = here if shard.host is None else there, shard.reduced_grads
-        for p in shard.slices:
-            is_asked = shard.has_grad_per_param[p.param_index] and (
-                param_ids is None or id(p.grad_slot.param) in param_ids
-            )
-            if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, zero_stage):
-                total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
-    total, count = here + there.to(device), 1
+    square = _sum_local_grad_squares(shards if local_error is None else (), metadata, zero_stage, param_ids)
+    total, count = torch.cat([square, torch.tensor(numbers, dtype=torch.float64).to(square.device)]), 1
     axes = sorted(metadata.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (within_pipeline_stage and axis.name == "pipe")]
     for axis in axes:
@@ -236,6 +226,22 @@ def compute_sharded_grad_norm(
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
+
+
+def _sum_local_grad_squares(
+    shards: Sequence[FlatParamShard], metadata: ShardingMetadata, zero_stage: int, param_ids: Collection[int] | None
+) -> Tensor:
+    device = metadata.context.device
+    here, there = (torch.zeros(1, dtype=torch.float64, device=place) for place in (device, "cpu"))
+    for shard in shards:
+        total, found = here if shard.host is None else there, shard.reduced_grads
+        for p in shard.slices:
+            is_asked = shard.has_grad_per_param[p.param_index] and (
+                param_ids is None or id(p.grad_slot.param) in param_ids
+            )
+            if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, zero_stage):
+                total += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
+    return here + there.to(device)
 
 
 def _sum_shared_edits(shards: Sequence[FlatParamShard], stages: tuple[int, ...]) -> float:

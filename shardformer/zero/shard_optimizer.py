@@ -301,19 +301,18 @@ def shard_optimizer(
         optimizer: One or several optimizers of the parameters of ``model``. Element-wise optimizers get slices of
             parameters. Others (Muon, Adafactor) get full parameters, each on one rank. A short test decides which.
         model: The result of ``shard_model``, or any other module, which is then trained with data parallelism.
-        stage: ZeRO stage. 0 shards nothing. 1 shards the optimizer state. 2 also shards gradients, which are then
-            reduced in every backward pass. 3 also shards parameters, which are gathered layer by layer.
+        stage: ZeRO stage. 0 shards nothing, 1 the optimizer state, 2 also gradients, which are then reduced in every
+            backward pass, and 3 also parameters, which are gathered layer by layer.
         precision: "fp32" keeps the dtype of the parameters. "bf16" and "fp16" use 16-bit parameters and fp32 master
             weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``.
         offload: "cpu" keeps master weights, optimizer state and gradients in host memory, and updates them there.
             "nvme:DIR" keeps master weights and optimizer state in files. See ``OffloadConfig``.
         max_grad_norm: Maximum gradient norm, to which ``step`` clips the gradients. None disables clipping.
-        on_nonfinite: Action of ``step`` if a gradient is NaN or infinite: "raise" InputError on all ranks before the
-            update, "skip" the step, or "ignore". With fp16, the step is skipped and the loss scale reduced.
+        on_nonfinite: Whether a NaN or infinite gradient makes ``step`` "raise" InputError on all ranks, "skip" the step
+            (as fp16 always does), or "ignore" it.
         keep_frozen: Whether stage 3 leaves frozen parameters unsharded.
-        reshard_after_forward: Whether stage 3 frees a layer after its forward pass and gathers it again for the
-            backward pass. False gathers once per step. None means True, or False in a pipeline. A number of bytes keeps
-            that much of the last layers gathered. "free" uses the GPU memory that was free after the first step.
+        reshard_after_forward: Whether stage 3 frees a layer after its forward pass. None means True, or False in a
+            pipeline. A number is the bytes of the last layers to keep, and "free" means all free GPU memory.
         bucket_bytes: Size of a gradient bucket in bytes. None uses the value of ``shard_model``, by default 25 MB.
         overlap: Whether communication of gradients and of stage 3 layers overlaps with computation.
         context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.
@@ -322,7 +321,7 @@ def shard_optimizer(
         An optimizer that replaces yours. For an unsharded model, the weights of the first rank are communicated.
 
     Raises:
-        ConfigError: A combination of arguments is not supported.
+        ConfigError: A combination is not supported, or stages use different options for a tied parameter.
     """
     table = get_or_create_sharding_metadata(model, context)
 
@@ -334,9 +333,9 @@ def shard_optimizer(
         check_zero_support(model, optimizers, options, table)
         return optimizers, options
 
-    checked = run_and_compare_across_ranks(table.context, make_optimizers_and_options, _format_options_per_line, ACTION)
-    _check_stages_use_same_options(checked[0], table)
-    return ZeroOptimizer(model, table, *checked)
+    made = run_and_compare_across_ranks(table.context, make_optimizers_and_options, _format_options_per_line, ACTION)
+    _check_stages_use_same_options(made[0], table)
+    return ZeroOptimizer(model, table, *made)
 
 
 def must_shard_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], zero_stage: int | None) -> bool:
