@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,8 +270,8 @@ class Engine:
         self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_updated
-        if is_updated and self.scheduler_every == "step":
-            self._step_schedulers_without_metric()
+        if is_updated:
+            self._step_schedulers("step")
         self._notify_listener("after_optimizer_step")
         return is_updated
 
@@ -397,14 +398,20 @@ class Engine:
         scheduler = self.scheduler
         return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
-    def _step_schedulers_without_metric(self) -> None:
-        for scheduler in self.schedulers:
-            if not requires_metric(scheduler):
-                scheduler.step()
+    def _step_schedulers(self, after: str) -> None:
+        """Step the schedulers that need no metric, after a "step" or after an "epoch".
 
-    def _step_epoch_schedulers(self) -> None:
-        if self.scheduler_every == "epoch":
-            self._step_schedulers_without_metric()
+        A scheduler with the method ``step(epoch)``, such as those of timm, gets the number of finished epochs, and the
+        number of steps in ``step_update``, if it has this method.
+        """
+        for scheduler in self.schedulers:
+            argument = get_required_step_argument(scheduler)
+            if argument is None and after == self.scheduler_every:
+                scheduler.step()
+            elif argument == EPOCH_ARGUMENT and after == "epoch":
+                scheduler.step(self.data.epoch)
+            elif argument == EPOCH_ARGUMENT and hasattr(scheduler, "step_update"):
+                scheduler.step_update(self.steps)
 
     def _notify_listener(self, event_name: str) -> None:
         if self.listener is not None:
@@ -420,7 +427,7 @@ class Engine:
     def set_data(self, data: ShardedDataLoader) -> None:
         """Replace the training data of the engine. Schedulers that step once per epoch follow the new data."""
         self._data = data
-        data.on_epoch_end = self._step_epoch_schedulers
+        data.on_epoch_end = partial(self._step_schedulers, "epoch")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.context.world is not None:
@@ -586,10 +593,25 @@ class Engine:
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
-def requires_metric(scheduler: LRScheduler) -> bool:
-    """Return whether the ``step`` method of a scheduler requires a metric, as with ``ReduceLROnPlateau``."""
+EPOCH_ARGUMENT, METRIC_ARGUMENTS = "epoch", ("metrics", "metric")
+"""Names of the required argument of a scheduler's ``step`` method that the engine or the trainer can pass."""
+
+
+def get_required_step_argument(scheduler: Any) -> str | None:
+    """Return the name of the argument that the ``step`` method of a scheduler requires, or None.
+
+    Raises ConfigError if the argument is neither an epoch nor a metric, as with ``ReduceLROnPlateau``.
+    """
     parameters = inspect.signature(scheduler.step).parameters.values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not names or (len(names) == 1 and names[0] in (EPOCH_ARGUMENT, *METRIC_ARGUMENTS)):
+        return names[0] if names else None
+    kind = type(scheduler).__name__
+    raise ConfigError(
+        f"{kind}.step requires {', '.join(names)}, but the engine can only pass an epoch or a validation loss.",
+        remedy=f"Call {kind}.step yourself after engine.step and omit scheduler=, or name its only required argument "
+        "epoch or metrics.",
+    )
 
 
 def _is_iterable_of_batches(batches: Any) -> bool:

@@ -58,7 +58,7 @@ from shardformer.training.data_loader import (
     is_list_of_batches,
     wrap_loss_fn_for_micro_batches,
 )
-from shardformer.training.engine import Engine
+from shardformer.training.engine import Engine, get_required_step_argument
 from shardformer.training.user_changes import (
     AttributeSnapshot,
     ItemKey,
@@ -236,7 +236,9 @@ def make_pipeline(
 
 def _resolve_scheduler(scheduler: SchedulerArgument, optimizers: list[Optimizer]) -> Any:
     several = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
-    if scheduler is None or (several and all(hasattr(each, "step") for each in several)):
+    if scheduler is None or (several and all(hasattr(x, "step") and not isinstance(x, type) for x in several)):
+        for each in several if scheduler is not None else ():
+            get_required_step_argument(each)  # raises for an argument that the engine cannot pass
         return scheduler
     if not callable(scheduler):
         raise ConfigError(
@@ -249,7 +251,7 @@ def _resolve_scheduler(scheduler: SchedulerArgument, optimizers: list[Optimizer]
             f"A scheduler function supports only one optimizer, but initialize got {len(optimizers)} optimizers.",
             remedy="Pass a list of schedulers instead, or use a single optimizer.",
         )
-    return scheduler(optimizers[0])
+    return _resolve_scheduler(scheduler(optimizers[0]), optimizers)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import ensure_training_mode, get_training_modes, set_training_modes
 from shardformer.sharding.describe import format_summary, format_summary_as_html
 from shardformer.training.data_loader import ShardedDataLoader, create_data_loader_on_all_ranks, is_list_of_batches
-from shardformer.training.engine import Engine, requires_metric
+from shardformer.training.engine import METRIC_ARGUMENTS, Engine, get_required_step_argument
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
 from shardformer.training.hooks.throughput import Throughput
@@ -192,6 +192,7 @@ class Trainer:
                 remedy="Pass one of them as an integer, for example fit(epochs=3) or fit(steps=1000).",
             )
         self._set_data_loaders(train, validation, validate_every, batch_size)
+        self._check_metric_schedulers()
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
         self._synchronizer, self._started_at = HookSynchronizer(), time.perf_counter()
@@ -229,7 +230,7 @@ class Trainer:
         self._set_data_loaders(None, validation, None, batch_size)
         assert self._validation is not None
         self._synchronizer = HookSynchronizer()
-        self._run_validation(self._validation)
+        self._run_validation(self._validation, is_training=False)
         return self.values
 
     def _run_training_loop(self, validate_every: int | None) -> None:
@@ -326,7 +327,7 @@ class Trainer:
         self.synchronize_ranks()
         requests = self._pop_requested_actions()
         if requests.validate and self._validation is not None:
-            self._run_validation(self._validation)
+            self._run_validation(self._validation, is_training=True)
         requests |= self._pop_requested_actions()
         if requests.save:
             self._save_checkpoint()
@@ -342,7 +343,26 @@ class Trainer:
             requests |= self._synchronizer.pop_requested_actions()
         return requests
 
-    def _run_validation(self, data_loader: ShardedDataLoader) -> None:
+    @property
+    def _metric_schedulers(self) -> list[Any]:
+        return [each for each in self.engine.schedulers if get_required_step_argument(each) in METRIC_ARGUMENTS]
+
+    def _check_metric_schedulers(self) -> None:
+        """Raise ConfigError for a scheduler that cannot follow the validation loss."""
+        for scheduler in self._metric_schedulers:
+            kind = type(scheduler).__name__
+            if self._validation is None:
+                raise ConfigError(
+                    f"{kind} changes the learning rate after a validation, but fit() has no validation data.",
+                    remedy="Pass validation= to fit(), or use another scheduler.",
+                )
+            if getattr(scheduler, "mode", "min") != "min":
+                raise ConfigError(
+                    f"{kind} has mode={scheduler.mode!r}, but the trainer passes it the validation loss.",
+                    remedy="Use mode='min', or call its step method in your own hook and omit scheduler=.",
+                )
+
+    def _run_validation(self, data_loader: ShardedDataLoader, *, is_training: bool) -> None:
         def iter_batches() -> Iterator[Any]:
             for batch in data_loader:
                 yield batch
@@ -355,9 +375,8 @@ class Trainer:
         self._call_hooks_and_synchronize_ranks("before_validation")
         data_loader.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(iter_batches()))
-        for scheduler in self.engine.schedulers:
-            if requires_metric(scheduler):
-                scheduler.step(self.values["validation/loss"])
+        for scheduler in self._metric_schedulers if is_training else ():
+            scheduler.step(self.values["validation/loss"])
         self._call_hooks_and_synchronize_ranks("after_validation")
         self._current_activity = ""
 

@@ -194,7 +194,7 @@ def test_values_that_cannot_be_saved_raise_on_all_ranks_before_training(what: st
         engine = engine_of(context)
         trainer = Trainer(engine, [Checkpoint(tmp_path), Remembers()])
         if what == "scheduler":
-            engine.scheduler = SimpleNamespace(state_dict=lambda: {"at": Path("a")})
+            engine.scheduler = SimpleNamespace(state_dict=lambda: {"at": Path("a")}, step=lambda: None)
         elif what == "extra":
             trainer.extra = {"at": Path("a")}
         with pytest.raises(ShardFormerError) as caught:
