@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
@@ -422,8 +422,12 @@ def _derive_policy(model: nn.Module, get_example_batch: Example, *, allow_guesse
             return derive_policy(model, batch)
         is_guessed = allow_guessed_inputs and isinstance(error, UnknownInputsError)
         for guess in guess_only_argument(model) if is_guessed else []:
-            with suppress(PolicyError):
+            try:
                 return derive_policy(model, guess)
+            except NoShardableLayerError:  # the model accepts the guess, so it is not the reason
+                raise
+            except PolicyError:
+                continue
         raise
 
 

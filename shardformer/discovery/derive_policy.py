@@ -292,7 +292,9 @@ def derive_policy_from_forward(
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_derived_policy_class(model, blocks, vocabulary)
-        no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
+        path_by_reason = {reason: path for path, reason in reversed(replicated.items()) if reason}
+        no_blocks = "; ".join(f"{path}: {reason}" for reason, path in sorted(path_by_reason.items()))
+        no_blocks = no_blocks or "no linear layer feeds another"
         problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None:
             break

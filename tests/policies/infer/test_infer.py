@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import shardformer
 from shardformer.config import ShardConfig
@@ -260,7 +260,7 @@ def test_a_failed_derivation_reports_the_reason() -> None:
         derive_policy(ScaledToyLM())
     with pytest.raises(PolicyError, match="a transformers config"):
         derive_policy("opt")
-    with pytest.raises(PolicyError, match="could be derived: it is outside the layers"):
+    with pytest.raises(PolicyError, match="could be derived: 0: it is outside the layers"):
         derive_policy(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
 
 
@@ -366,3 +366,24 @@ def test_sequence_parallelism_that_failed_validation_is_refused() -> None:
         policy.set_shard_config(
             ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.from_sizes({"tensor": 2}))
         )
+
+
+class MatrixLM(nn.Module):
+    """A language model whose weights are not in linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(32, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x: Tensor = self.embed(idx)
+        return (x + x @ self.mix) @ self.embed.weight.T
+
+
+def test_a_model_without_shardable_layers_is_not_reported_as_having_unknown_inputs() -> None:
+    def run(context: ParallelContext) -> None:
+        shardformer.shard_model(MatrixLM(), context=context)
+
+    with pytest.raises(PolicyError, match="No layer of MatrixLM can be sharded over tensor=2") as caught:
+        run_as_threads(run, tensor=2)
+    assert "example inputs" not in str(caught.value)
