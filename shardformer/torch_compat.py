@@ -403,3 +403,8 @@ def view_as_bytes(tensor: Tensor) -> Tensor:
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor, without the slow import of the DTensor class."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+
+
+def is_sharded_by_fsdp(param: Tensor) -> bool:
+    """Return whether FSDP has sharded a parameter. ``FullyShardedDataParallel`` marks it with a private attribute."""
+    return is_dtensor(param) or bool(getattr(param, "_fsdp_flattened", False))

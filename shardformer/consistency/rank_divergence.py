@@ -27,6 +27,7 @@ differ.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -51,6 +52,7 @@ from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
+    get_local_metadata,
     group_params_by_metadata,
 )
 from shardformer.mesh.parallel_context import Axis
@@ -58,6 +60,7 @@ from shardformer.torch_compat import (
     current_graph_task_id,
     disable_current_modes,
     has_real_data,
+    is_sharded_by_fsdp,
 )
 from shardformer.torch_patches import Apply, LibraryPatch
 
@@ -513,20 +516,90 @@ def _check_ranks_have_same_gradients(optimizer: Optimizer, reducers: Sequence[Gr
         for gradient in reducer.gradients:
             if id(gradient.param) in own and gradient.axis.size > 1 and not gradient.is_shared:
                 over.setdefault(gradient.axis.ranks, []).append(gradient)
+    name = type(optimizer).__name__
     for gradients in over.values():
-        sums = [_compute_gradient_checksum(gradient.param.grad) for gradient in gradients]
-        wait_for_all_ranks(
-            f"{type(optimizer).__name__}.step, without a backward pass since its last step", gradients[0].axis
+        call = f"{name}.step, without a backward pass since its last step"
+        if found := _find_different_gradient(call, [each.param for each in gradients], [gradients[0].axis]):
+            raise ConfigError(
+                f"{name}.step cannot update {gradients[found[0]].entry.name}, because {found[1]}.",
+                remedy="Call loss.backward() instead of torch.autograd.grad, or assign the same gradient to p.grad "
+                "on all ranks.",
+            )
+
+
+def _find_different_gradient(call_name: str, params: Sequence[Tensor], axes: Sequence[Axis]) -> tuple[int, str] | None:
+    """Return the index of the first parameter whose gradient differs between ranks, with a description, or None."""
+    rows = [[_compute_gradient_checksum(p.grad) for p in params]]
+    for axis in axes:
+        wait_for_all_ranks(call_name, axis)
+        rows = [row for gathered in all_gather_objects(rows, axis) for row in gathered]
+    for index, values in enumerate(zip(*rows, strict=True)):
+        if len(set(values)) > 1:
+            return index, "only some ranks have a gradient" if None in values else "ranks have different gradients"
+    return None
+
+
+NUM_STEPS, CONTAINED_MODELS = "_shardformer_num_steps", "_shardformer_contained_models"
+"""Attributes of an optimizer: its number of steps, and the sharded models in a module that contains its parameter."""
+
+
+def check_gradients_outside_sharded_models(optimizer: Optimizer) -> None:
+    """Raise ConfigError on all ranks if gradients of parameters outside a sharded submodule differ between data ranks.
+
+    Such gradients are not reduced, unless your script or another library reduces them. Before steps 1, 2, 4, 8 and so
+    on, this communicates a checksum of each gradient over data. Other ranks have the same outputs of the submodule.
+    """
+    steps = optimizer.__dict__[NUM_STEPS] = optimizer.__dict__.get(NUM_STEPS, 0) + 1
+    if steps & (steps - 1):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    tables = group_params_by_metadata(params)
+    known = {id(entry.param) for entries in tables.values() for entry in entries}
+    known.update(id(p) for table in get_local_metadata() for p in _get_zero_shards(table))
+    outside = [p for p in params if id(p) not in known and not is_sharded_by_fsdp(p)]
+    models = list(tables) or (_find_contained_models(optimizer, outside[0]) if outside else [])
+    axes = {table.context.data.ranks: table.context.data for table in models if _can_compare_data_ranks(table)}
+    if not outside or not axes:
+        return
+    name = type(optimizer).__name__
+    call = f"{name}.step, with parameters outside the sharded model"
+    if found := _find_different_gradient(call, outside, list(axes.values())):
+        raise ConfigError(
+            f"{name}.step cannot update a parameter of shape {tuple(outside[found[0]].shape)}, because {found[1]}.",
+            rule="shard_model reduces only the gradients of the module that it receives, and this parameter is outside "
+            "that module.",
+            remedy="Call shard_model(whole_model, context=context) with the model that contains all trained modules. "
+            "Or average the other gradients over the ranks before step(), for example with DistributedDataParallel.",
         )
-        every = all_gather_objects(sums, gradients[0].axis)
-        for gradient, *values in zip(gradients, *every, strict=True):
-            if len(set(values)) > 1:
-                problem = "only some ranks have a gradient" if None in values else "ranks have different gradients"
-                raise ConfigError(
-                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}, because {problem}.",
-                    remedy="Call loss.backward() instead of torch.autograd.grad, or assign the same gradient to p.grad "
-                    "on all ranks.",
-                )
+
+
+def _can_compare_data_ranks(metadata: ShardingMetadata) -> bool:
+    return metadata.monitor is not None and metadata.context.data.size > 1
+
+
+def _get_zero_shards(metadata: ShardingMetadata) -> list[Tensor]:
+    owner = metadata.gradient_owner
+    return [p for group in owner.param_groups for p in group["params"]] if owner is not None else []
+
+
+def _find_contained_models(optimizer: Optimizer, param: Tensor) -> list[ShardingMetadata]:
+    """Find the sharded models in the innermost module that contains one and the parameter of the optimizer.
+
+    At the first step, this searches the objects that refer to the parameter, to its module, and so on.
+    """
+    known = optimizer.__dict__.get(CONTAINED_MODELS)
+    if known is None and (local := list(filter(_can_compare_data_ranks, get_local_metadata()))):
+        level: list[Any] = [param]
+        seen = {id(level)}
+        found: set[Any] = set()
+        while level and found.isdisjoint(local):
+            referrers = gc.get_referrers(*level)
+            level = [x for x in referrers if id(x) not in seen and (type(x) is dict or issubclass(type(x), nn.Module))]
+            seen.update(map(id, level))
+            modules = [module for x in level if type(x) is not dict for module in x.modules()]
+            found.update(vars(module).get(METADATA_ATTRIBUTE) for module in modules)
+        known = optimizer.__dict__[CONTAINED_MODELS] = [ref(table) for table in local if table in found]
+    return [table for each in known or () if (table := each()) is not None]
 
 
 def _compute_gradient_checksum(grad: Tensor | None) -> tuple[int, int] | None:

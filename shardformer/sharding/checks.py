@@ -165,6 +165,12 @@ def _wait_for_key_or_peer_exit(store: Any, store_key: str, deadline: float | Non
 
 def check_not_sharded(model: nn.Module) -> None:
     """Raise ConfigError if the model or any of its modules is already sharded."""
+    named = () if METADATA_ATTRIBUTE in vars(model) else model.named_modules()
+    if path := next((path for path, module in named if METADATA_ATTRIBUTE in vars(module)), None):
+        raise ConfigError(
+            f"The submodule {path} of {type(model).__name__} is already sharded.",
+            remedy="Shard only the whole model: build the model again, and do not shard its submodules.",
+        )
     marks = {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE}
     if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(

@@ -3,8 +3,9 @@
 This module also patches torch's optimizers, ``torch.amp.GradScaler`` and gradient clipping. ``GradScaler`` skips a step
 if gradients are not finite. With the patch, all ranks of the model skip the step if one rank has to, as torch's
 ``ShardedGradScaler`` does for FSDP. Before a step, ``check_gradients_before_step`` reduces or rejects gradients that
-were not reduced over ranks. At the first step, a warning reports optimizers that are not element-wise (Adafactor, Muon,
-LAMB), because they compute a different update for a shard of a matrix.
+were not reduced over ranks, and ``check_gradients_outside_sharded_models`` rejects those of other modules. At the first
+step, a warning reports optimizers that are not element-wise (Adafactor, Muon, LAMB), because they compute a different
+update for a shard of a matrix.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardformer.consistency.initial_weights import is_different_across_ranks
 from shardformer.consistency.rank_divergence import (
     MONITOR_PATCHES,
     check_gradients_before_step,
+    check_gradients_outside_sharded_models,
     get_metadata_of_trained_models,
     get_numeric_options,
 )
@@ -110,7 +112,8 @@ def check_optimizer_params(optimizers: Sequence[Optimizer], metadata: ShardingMe
         if strange is not None:
             raise ConfigError(
                 f"{kind} contains a parameter of shape {tuple(strange.shape)} that is not a parameter of the model.",
-                remedy="Create the optimizer from model.parameters() after you call shard_model.",
+                remedy="Create the optimizer from model.parameters() after you call shard_model. If only a submodule "
+                "is sharded, shard the whole model instead.",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
             raise ConfigError(
@@ -203,11 +206,12 @@ def check_file_offload_support(
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
+def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext | None, stage: int) -> ShardingMetadata:
     """Return the sharding metadata of a model, or create it if the model is not sharded.
 
     Raises:
-        ConfigError: The model is wrapped, for example in DistributedDataParallel, or was sharded with another context.
+        ConfigError: The model is wrapped, for example in DistributedDataParallel, was sharded with another context, or
+            has a sharded submodule.
     """
     check_is_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
@@ -223,7 +227,26 @@ def get_or_create_sharding_metadata(model: nn.Module, context: ParallelContext |
                 remedy="Omit context= to use the context of the model.",
             )
         return table
-    return _create_unsharded_metadata(model, context or _create_data_parallel_context())
+    context = context or _create_data_parallel_context()
+    _check_no_sharded_submodule(model, context, stage)
+    return _create_unsharded_metadata(model, context)
+
+
+def _check_no_sharded_submodule(model: nn.Module, context: ParallelContext, stage: int) -> None:
+    """Raise ConfigError if a submodule is sharded, unless the stage shards nothing and the data ranks are the same."""
+    for path, module in model.named_modules():
+        if not isinstance(table := module.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
+            continue
+        ranks = [axis.ranks for axis in table.context.base_axes if axis.size > 1]
+        if ranks and (stage != 0 or ranks != [context.data.ranks]):
+            is_wrapper = {id(p) for p in model.parameters()} <= table.get_entries_by_param_id().keys()
+            raise ConfigError(
+                f"shard_optimizer cannot train this {type(model).__name__} with stage={stage}, because only its "
+                f"submodule {path} is sharded, over {table.context}.",
+                remedy=f"Pass the submodule {path} to shard_optimizer, because it contains all parameters."
+                if is_wrapper
+                else "Build the model again, and pass the whole model to shard_model before shard_optimizer.",
+            )
 
 
 def _create_data_parallel_context() -> ParallelContext:
@@ -323,7 +346,7 @@ def shard_optimizer(
     Raises:
         ConfigError: A combination is not supported, or stages use different options for a tied parameter.
     """
-    table = get_or_create_sharding_metadata(model, context)
+    table = get_or_create_sharding_metadata(model, context, stage)
 
     def make_optimizers_and_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
@@ -400,6 +423,7 @@ def _optimizer_step_pre_hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs
         return
     if holder is None:
         check_gradients_before_step(optimizer)
+        check_gradients_outside_sharded_models(optimizer)
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True

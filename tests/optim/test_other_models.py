@@ -239,7 +239,7 @@ def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
         optimizer.step()
         optimizer.zero_grad()
         own = {name for name in vars(optimizer) if name.startswith("_shardformer")}
-        assert len(own) == 2
+        assert len(own) == 3
         assert not own & vars(copy.deepcopy(optimizer)).keys()
         assert not own & optimizer.__getstate__().keys()
         optimizer.param_groups[0]["params"].clear()
