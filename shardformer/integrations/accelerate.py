@@ -234,14 +234,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Shard the models together with their optimizers, then prepare all objects as accelerate does.
 
+        Without ZeRO, an optimizer may have the parameters of several models.
+
         Returns:
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
         """
         objects = list(args)
         loaders = [each for each in args if isinstance(each, DataLoader)]
-        for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
+        models = [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]
+        for model in models:
             own = [each for each in objects if _is_unprepared_optimizer(each) and _is_optimizer_of_model(each, model)]
-            if (replaced := self._shard_model_and_optimizers(model, own, loaders)) is not None:
+            joint = _find_joint_optimizers(own, _find_foreign_params(model, models))
+            if joint and self.config.effective_zero_stage is not None:
+                raise _make_joint_optimizer_error(joint[0], f"zero_stage={self.config.effective_zero_stage}")
+            with _hide_params_of_other_models(own, model, models):
+                replaced = self._shard_model_and_optimizers(model, own, loaders)
+            if replaced is not None and joint:
+                raise _make_joint_optimizer_error(joint[0], "An optimizer that needs full weight matrices")
+            if replaced is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
@@ -433,7 +443,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
             place = _get_model_checkpoint_folder(folder, number)
-            save_checkpoint(model, place, optimizers)  # replaces an older one
+            with _hide_params_of_other_models(optimizers, model, [other for other, _ in models]):
+                save_checkpoint(model, place, optimizers)  # replaces an older one
             release_folder_lock(Path(place), model)
         return folder
 
@@ -456,7 +467,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         assert input_dir is not None
         if not is_plain:
             for number, (model, optimizers) in enumerate(models):
-                load_checkpoint(model, _get_model_checkpoint_folder(input_dir, number), optimizers)
+                with _hide_params_of_other_models(optimizers, model, [other for other, _ in models]):
+                    load_checkpoint(model, _get_model_checkpoint_folder(input_dir, number), optimizers)
             return
         folder, (model, optimizers) = Path(input_dir), models[0]
         if len(optimizers) != 1:
@@ -567,6 +579,51 @@ def _is_optimizer_of_model(optimizer: Optimizer, model: nn.Module) -> bool:
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
     held = {id(p) for p in model.parameters()}
     return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
+
+
+@contextmanager
+def _hide_params_of_other_models(
+    optimizers: Sequence[Optimizer], model: nn.Module, models: Sequence[nn.Module]
+) -> Iterator[None]:
+    """Temporarily remove the parameters of other models, and their state, from optimizers of several models.
+
+    Keeps the order of the parameters, even if sharding replaces those of ``model``.
+    """
+    others = _find_foreign_params(model, models)
+    joint = _find_joint_optimizers(optimizers, others)
+    lists = [[list(group["params"]) for group in each.param_groups] for each in joint]
+    states = [{p: each.state.pop(p) for p in list(each.state) if id(p) in others} for each in joint]
+    for group in (group for each in joint for group in each.param_groups):
+        group["params"][:] = [p for p in group["params"] if id(p) not in others]
+    try:
+        yield
+    finally:
+        for optimizer, params_of_groups, state in zip(joint, lists, states, strict=True):
+            optimizer.state.update(state)
+            for group, before in zip(optimizer.param_groups, params_of_groups, strict=True):
+                current = iter(list(group["params"]))
+                group["params"][:] = [p if id(p) in others else next(current) for p in before]
+
+
+def _find_foreign_params(model: nn.Module, models: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that only other models have."""
+    return {id(p) for other in models for p in other.parameters()} - {id(p) for p in model.parameters()}
+
+
+def _find_joint_optimizers(optimizers: Sequence[Optimizer], foreign_params: set[int]) -> list[Optimizer]:
+    """Return the optimizers that also have parameters of other models."""
+    plain = [each for each in optimizers if not isinstance(each, ZeroOptimizer)]
+    return [
+        each for each in plain if any(id(p) in foreign_params for group in each.param_groups for p in group["params"])
+    ]
+
+
+def _make_joint_optimizer_error(optimizer: Optimizer, setting: str) -> ConfigError:
+    return ConfigError(
+        f"{setting} supports only optimizers of a single model in an accelerate loop, but the "
+        f"{type(optimizer).__name__} optimizer has parameters of several models.",
+        remedy="Create one optimizer for each model, or use AdamW without zero_stage.",
+    )
 
 
 def _make_unsupported_backend_error(setting_name: str) -> ConfigError:

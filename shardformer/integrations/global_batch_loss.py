@@ -7,16 +7,17 @@ average of their losses would give more weight to the labels of a rank with few 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import all_gather, all_reduce
-from shardformer.comm.sharded_tensor import to_full_tensors
+from shardformer.comm.sharded_tensor import ShardedTensor, to_full_tensors
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, LossFunctionCall
 from shardformer.mesh.parallel_context import Axis
 
@@ -137,6 +138,88 @@ class WeightedLossMode(TorchFunctionMode):
             return func(*args, **kwargs)
         self._mean.warn_if_contrastive_loss(call)
         return self._mean.scale_to_global_mean(call.compute_loss(), float(call.compute_mean_denominator()))
+
+
+class WeightedMeanMode(TorchFunctionMode):
+    """A torch function mode that weights each mean that a trainer computes from outputs of its models.
+
+    The weight is the number of averaged elements on this rank, such as samples or tokens. Means that do not require
+    gradients and means in the forward pass of a model stay unchanged. In an evaluation, only the computation of the
+    loss requires gradients, and not the forward pass.
+
+    Communicates what ``GlobalBatchLossAverager.scale_to_global_mean`` communicates, for each mean.
+
+    Args:
+        models: models whose outputs the loss is computed from.
+        output_factors: factors by which the outputs are multiplied, in the order of the forward passes. In a trial,
+            they make the outputs of two models differ.
+    """
+
+    def __init__(
+        self,
+        loss_averager: GlobalBatchLossAverager,
+        models: Sequence[nn.Module],
+        output_factors: Sequence[float] = (),
+    ) -> None:
+        super().__init__()
+        self._mean, self._models, self._factors = loss_averager, models, output_factors
+        self._outer_grad_modes: list[bool] = []
+        self._marked: list[Tensor] = []
+        self._num_calls = 0
+
+    def __enter__(self) -> Self:
+        self._is_evaluation = not torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        self._undo = [
+            register_forward_hooks(model, HookOrder.RECORDER, self._start_forward, self._end_forward, always_call=True)
+            for model in self._models
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        torch.set_grad_enabled(not self._is_evaluation)
+        for undo in self._undo:
+            undo()
+        for tensor in self._marked:
+            tensor.requires_grad_(False)
+        self._marked.clear()
+
+    def _start_forward(self, model: nn.Module, args: Any) -> None:
+        self._outer_grad_modes.append(torch.is_grad_enabled())
+        if self._is_evaluation:
+            torch.set_grad_enabled(False)
+
+    def _end_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(before := self._outer_grad_modes.pop())
+        if self._outer_grad_modes or not isinstance(output, Mapping):
+            return output
+        factor = self._factors[self._num_calls % len(self._factors)] if self._factors else None
+        self._num_calls += 1
+        for name, value in output.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if factor is not None:
+                value = value * factor
+            if self._is_evaluation and before:
+                value = self._require_grad(value)
+            output[name] = value  # type: ignore[index]
+        return output
+
+    def _require_grad(self, output: Tensor) -> Tensor:
+        local = output.local if isinstance(output, ShardedTensor) else output
+        if not local.requires_grad:
+            self._marked.append(local.requires_grad_())
+        return output.with_local_shard(local) if isinstance(output, ShardedTensor) else output
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        is_mean = func in (torch.mean, Tensor.mean) and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}
+        if self._outer_grad_modes or not is_mean or not result.requires_grad:
+            return result
+        return self._mean.scale_to_global_mean(result, args[0].numel())
 
 
 class DataParallelLabelSmoother:

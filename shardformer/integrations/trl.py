@@ -10,8 +10,10 @@ sharded, and a few numbers per token are reduced over the ranks. ``ShardedTRLTra
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -28,14 +30,18 @@ from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery.reduced_model import check_packing_support
 from shardformer.errors import ConfigError, check_minimum_library_version
+from shardformer.gradient_accumulation.micro_batch_loss import ABSOLUTE
 from shardformer.integrations.accelerate import Accelerator, unwrap_sharded_model
+from shardformer.integrations.global_batch_loss import WeightedMeanMode
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import get_sharding_metadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.pipeline.contrastive_losses import DTYPE_ROUNDINGS, restore_model_after_trial
 from shardformer.policies.policy import Policy
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, get_local_shard
 from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_token_statistics
+from shardformer.torch_compat import tree_leaves
 from shardformer.training.initialize import initialize
 
 check_minimum_library_version("trl", trl.__version__)
@@ -57,6 +63,8 @@ class ShardedTRLTrainer(ShardedTrainer):
     """
 
     replaces_fused_heads = True
+    _has_tried_loss = False
+    _trial_output_factors: tuple[float, ...] = ()
     loss_is_scaled_for_ga: bool | None
     current_gradient_accumulation_steps: int
 
@@ -154,7 +162,110 @@ class ShardedTRLTrainer(ShardedTrainer):
             # arguments of kernels for packed rows; the attention over a sharded sequence reads the position_ids
             bounds = {*transformers.modeling_flash_attention_utils.FlashAttentionKwargs.__annotations__, "seq_idx"}
             inputs = {name: value for name, value in inputs.items() if name not in bounds}
-        return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        compute = partial(super().compute_loss, model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        if not self._must_equal_global_loss:
+            return compute()
+        models = {id(sharded): sharded for each in (model, *vars(self).values())
+                  if (sharded := unwrap_sharded_model(each)) is not None}  # fmt: skip
+        with WeightedMeanMode(self._loss_mean, list(models.values()), self._trial_output_factors):
+            found = compute()
+        if torch.is_grad_enabled():
+            return found
+        return (found[0].detach(), *found[1:]) if isinstance(found, tuple) else found.detach()
+
+    # --- whether the loss over data-parallel ranks equals that of the global batch
+
+    @property
+    def _must_equal_global_loss(self) -> bool:
+        """Whether the mean loss of the data-parallel ranks must be the loss of one process with the global batch.
+
+        Trainers that generate completions compute the loss of each rank separately, as in TRL on several processes.
+        """
+        generates = getattr(self.args, "steps_per_generation", None) is not None
+        return self.context.data.size > 1 and self.args.average_tokens_across_devices and not generates
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._has_tried_loss and self._must_equal_global_loss:
+            self._has_tried_loss = True
+            if self._does_loss_differ_from_global_loss(model):
+                warnings.warn(
+                    f"The loss of {type(self).__name__} for the global batch is not the mean of the losses of the "
+                    f"{self.context.data.size} data-parallel ranks. For example, a loss may compare the samples of a "
+                    "batch with each other. The results differ from training in one process with the global batch, "
+                    "as they do in TRL on several processes. To get the same results, use another loss or set data=1. "
+                    f"{type(self.args).__name__}(average_tokens_across_devices=False) disables this warning.",
+                    stacklevel=2,
+                )
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
+
+    def _does_loss_differ_from_global_loss(self, model: nn.Module) -> bool:
+        """Run trials without gradients that compare the loss of a batch with the mean of the losses of its parts.
+
+        Each rank computes the loss of one part, and then that of all parts. The outputs of the model and those of the
+        reference model are multiplied by different factors, because they may be identical before the first step.
+        Communicates in each trial what two losses communicate, and one number over the data-parallel ranks.
+        """
+        data, args = self.context.data, self.args
+        num_parts = next(n for n in range(2, data.size + 1) if data.size % n == 0)
+        groups = _select_trial_samples(self.train_dataset, num_parts, min(args.per_device_train_batch_size, 4))
+        collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else next(model.parameters()).dtype
+        relative = max(RELATIVE_TOLERANCE, DTYPE_ROUNDINGS * torch.finfo(dtype).eps)
+        with self._restore_after_trial(model):
+            for samples, factor in zip(groups, TRIAL_FACTORS, strict=False):
+                self._trial_output_factors = (2 * factor, -3 * factor)
+                part = samples[data.rank % num_parts :: num_parts]
+                of_part, of_all = (self._compute_trial_loss(model, collate(each)) for each in (part, samples))
+                mean = all_reduce(of_part, data, purpose="loss") / data.size
+                if abs(float(mean - of_all)) > ABSOLUTE + relative * max(abs(float(mean)), abs(float(of_all))):
+                    return True  # NaN and infinity are not greater
+        return False
+
+    def _compute_trial_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(model, self._prepare_inputs(batch))
+            return loss.detach().double()
+
+    @contextmanager
+    def _restore_after_trial(self, model: nn.Module) -> Iterator[None]:
+        """Evaluate the model, and restore its state, the metrics and the counters of this trainer."""
+        plain = (int, float, str, bool, type(None))
+        before = {
+            name: copy.deepcopy(value)
+            for name, value in vars(self).items()
+            if isinstance(value, (*plain, dict)) and all(isinstance(x, plain) for x in tree_leaves(value))
+        }
+        is_training = model.training
+        model.eval()
+        try:
+            with restore_model_after_trial(model, self.accelerator.device), self._loss_mean.set_num_local_samples(None):
+                yield
+        finally:
+            model.train(is_training)
+            vars(self).update(before)
+            self._trial_output_factors = ()
+
+
+TRIAL_FACTORS = (1.0, 0.1, 0.01)
+"""Scales of the outputs in the trials, so that some loss is neither linear nor saturated."""
+RELATIVE_TOLERANCE = 1e-4
+
+
+def _select_trial_samples(dataset: Any, num_parts: int, samples_per_part: int) -> list[list[Any]]:
+    """Return up to three groups of samples: the shortest and longest ones, which alternate, and two in their order.
+
+    Returns no groups if the samples cannot be read by their index.
+    """
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return []
+    size = num_parts * min(samples_per_part, len(dataset) // num_parts)
+    if not size:
+        return []
+    rows = [dataset[i] for i in range(min(2 * size, len(dataset)))]
+    in_size = sorted(rows, key=lambda row: sum(len(value) for value in row.values() if hasattr(value, "__len__")))
+    extremes = [in_size[i // 2] if i % 2 == 0 else in_size[-1 - i // 2] for i in range(size)]
+    return [extremes, rows[:size], rows[-size:]]
 
 
 class ShardingAccelerator(Accelerator):

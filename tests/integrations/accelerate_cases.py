@@ -232,10 +232,16 @@ def misuses(folder: str) -> dict[str, str]:
         optimizers = [torch.optim.SGD(params, lr=0.1) for params in (model.model.parameters(), [model.lm_head.weight])]
         Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1}).prepare(model, *optimizers)
 
+    def prepare_joint_optimizer() -> None:
+        models = llama(), llama(1)
+        optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+        Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1}).prepare(*models, optimizer)
+
     os.makedirs(os.path.join(folder, "shardformer_0"), exist_ok=True)
     return errors_of(
         {
             "two optimizers": prepare_two_optimizers,
+            "joint optimizer": prepare_joint_optimizer,
             "reduction": lambda: Accelerator(cpu=True, parallel={"data": 2}).reduce(torch.ones(1), "min"),
             "load before prepare": lambda: Accelerator(cpu=True, parallel={"data": 2}).load_state(folder),
         }
@@ -251,3 +257,43 @@ def optimizer_prepared_after_model() -> str:
     model = accelerator.prepare(llama())
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     return type(optimizer.optimizer).__name__
+
+
+def train_with_joint_optimizer(layout: dict[str, Any], folder: str) -> list[float]:
+    """Train two models with one optimizer, and return the losses, also those after a checkpoint was loaded."""
+    reset_accelerate()
+    accelerator = make_accelerator(layout)
+    models = [llama(), llama(1)]
+    groups = [
+        {"params": [p for model in models for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for model in models for p in model.parameters() if p.dim() < 2], "lr": 3e-2},
+    ]
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(96).reshape(12, 8) * 7 % 31]
+    loader = DataLoader(rows, batch_size=4)
+    *models, optimizer, loader = accelerator.prepare(*models, torch.optim.AdamW(groups, lr=1e-2), loader)
+    losses: list[float] = []
+    for epoch in range(2):
+        for batch in loader:
+            loss = models[0](**batch).loss + 2 * models[1](**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if not epoch:
+            accelerator.save_state(folder)
+            losses += train_step_and_restore(accelerator, models, optimizer, batch, folder)
+    return losses
+
+
+def train_step_and_restore(accelerator: Any, models: Any, optimizer: Any, batch: Any, folder: str) -> list[float]:
+    """Train another step, and load the checkpoint. Returns the losses after the step and after loading."""
+    (models[0](**batch).loss - models[1](**batch).loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            loss = models[0](**batch).loss + models[1](**batch).loss
+        found.append(float(accelerator.reduce(loss, "mean")))
+        accelerator.load_state(folder)
+    return found

@@ -66,6 +66,7 @@ def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_
     assert first == second
     expected = {
         "two optimizers": ("zero_stage=1", "one optimizer per model", "but got 2"),
+        "joint optimizer": ("zero_stage=1", "SGD optimizer has parameters of several models", "for each model"),
         "reduction": ("reduction='min'", "mean"),
         "load before prepare": ("contains 1 models, but prepare received 0", "the same models to prepare"),
     }
@@ -75,6 +76,14 @@ def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_
 @pytest.mark.above_budget("may start the workers")
 def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
     assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
+
+
+@pytest.mark.above_budget("trains two models in one process and with two ranks")
+def test_one_optimizer_trains_two_models(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    (plain,) = integrations(1).run(cases.train_with_joint_optimizer, {}, str(tmp_path / "plain"))
+    for number, layout in enumerate(({"tensor": 2}, {"data": 2})):
+        for found in integrations(2).run(cases.train_with_joint_optimizer, layout, str(tmp_path / str(number))):
+            assert found == pytest.approx(plain, rel=BOUND)
 
 
 @for_each_feature(FEATURES, "trains under all layouts")

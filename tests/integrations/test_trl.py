@@ -132,6 +132,27 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
     check_messages(first, expected)
 
 
+@pytest.mark.above_budget("trains with two ranks and in one process")
+def test_a_mean_over_the_tokens_of_the_batch_equals_one_process(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    case = Case({"data": 2}, kind="dpo", rows="pairs", options=options)
+    integrations(1).run(train_all, [case.plain], str(tmp_path))
+    (measured,) = integrations(2).run(train_all, [case], str(tmp_path))[0]
+    assert not find_values_above(BOUND, measured, set(measured), "DPO, tokens", case.layout)
+
+
+@pytest.mark.above_budget("may start the workers")
+def test_a_loss_that_compares_samples_is_reported_on_both_ranks(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    first, second = integrations(2).run(uses.warnings_of_losses, str(tmp_path))
+    assert first == second
+    assert {name for name, texts in first.items() if texts} == {"aot", "aot_unpaired", "adapter"}
+    assert all("not the mean of the losses of the 2 data-parallel ranks" in text for text in first["aot"])
+
+
 @pytest.mark.full
 @pytest.mark.above_budget("generates with four ranks")
 def test_ranks_that_share_a_model_generate_the_same_completions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,30 @@ def refusals(folder: str) -> dict[str, str]:
             found[name] = str(error)
         else:
             found[name] = "not refused"
+    return found
+
+
+def warnings_of_losses(folder: str) -> dict[str, list[str]]:
+    """Return the warnings about losses that differ from those of the global batch, by name of the case."""
+    pairs: dict[str, Any] = {"kind": "dpo", "rows": "pairs"}
+    attempts: dict[str, dict[str, Any]] = {
+        **{name: {**pairs, "options": {"loss_type": name}} for name in ("sigmoid", "aot", "aot_unpaired")},
+        "tokens": {**pairs, "options": {"loss_type": ["sigmoid", "sft"]}},
+        "adapter": {**pairs, "peft": True, "options": {"loss_type": "aot"}},
+        "no average": {**pairs, "options": {"loss_type": "aot", "average_tokens_across_devices": False}},
+        "SFT": {"rows": "completion", "options": {"packing": True, "max_length": 16, "eval_packing": False}},
+        "reward": {"kind": "reward", "model": "reward", "rows": "ranked"},
+        "GRPO": {"kind": "grpo", "rows": "prompts"},
+    }
+    found = {}
+    for name, arguments in attempts.items():
+        arguments = {**arguments, "options": {**arguments.get("options", {}), "max_steps": 1, "eval_strategy": "no"}}
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            trainer = make_trainer(folder, Case({"data": 2}, **arguments))
+            trainer.train()
+        assert trainer._trial_output_factors == ()
+        found[name] = [text for each in recorded if "global batch" in (text := str(each.message))]
     return found
 
 
