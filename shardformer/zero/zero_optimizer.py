@@ -431,11 +431,27 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise ConfigError, because ``torch.amp.GradScaler`` reads this attribute and does not work with ZeRO."""
-        raise ConfigError(
-            "A GradScaler was used with an optimizer from shard_optimizer, which already scales the loss.",
-            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
-        )
+        """Whether ``step`` unscales gradients itself. ``torch.amp.GradScaler`` reads this attribute first.
+
+        Raises:
+            ConfigError: With ``precision="fp16"``, this optimizer already scales the loss.
+        """
+        if self._precision.parameters == "fp16":
+            raise ConfigError(
+                "A GradScaler was used with an optimizer from shard_optimizer(precision='fp16'), which already scales "
+                "the loss.",
+                remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
+            )
+        return False
+
+    def finish_reduction_and_set_grads(self, *, within_pipeline_stage: bool = False) -> None:
+        """Reduce pending gradients, apply the user's changes to ``p.grad``, and set ``.grad`` to the reduced gradients.
+
+        All ranks must call this method. If one has an error, all raise. Communicates a few numbers over each axis.
+        """
+        self.reduce_pending_grads()
+        self._get_grad_norm(self._apply_grad_edits(), (), within_pipeline_stage=within_pipeline_stage)
+        self._set_param_grads()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the reduced gradient of a parameter, or None if the parameter has no gradient.
@@ -443,11 +459,7 @@ class ZeroOptimizer(Optimizer):
         The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
         this method. Communicates one all-gather of a bucket and a few numbers.
         """
-        self.reduce_pending_grads()
-        self._get_grad_norm(
-            self._apply_grad_edits(), (), within_pipeline_stage=True
-        )  # raises on all ranks if one has an error
-        self._set_param_grads()
+        self.finish_reduction_and_set_grads(within_pipeline_stage=True)
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradient_slots):
                 if gradient.entry.name == name:
