@@ -172,6 +172,59 @@ def test_step_keeps_gradients(stage: int, offload: str | None) -> None:
     check_same(every=2, stage=stage, offload=offload)
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda param, grad: param.add_(grad.sign(), alpha=0.05),
+    "_foreach_add_": lambda param, grad: torch._foreach_add_([param], [grad], alpha=0.05),  # type: ignore[call-overload]
+    "add": lambda param, grad: torch.add(param, grad, out=param),
+    "copy_": lambda param, grad: torch.zeros_like(param).copy_(grad),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_values_of_a_sharded_gradient_cannot_be_written_to_another_tensor(name: str) -> None:
+    def write(context: ParallelContext) -> None:
+        model = net()
+        shard_optimizer(model, adam(model), context=context)
+        model(inputs(0, context.rank)).square().mean().backward()
+        for param_name, param in model.named_parameters():
+            before, grad = param.detach().clone(), param.grad
+            assert grad is not None
+            message = f"{name} cannot write values .*full_gradient('{param_name}')"
+            with pytest.raises(ConfigError, match=re.escape(message).replace(re.escape(".*"), ".*")):
+                WRITES[name](param.data, grad)
+            assert torch.equal(param, before)
+
+    run_as_threads(write, data=2)
+
+
+def test_perturbing_parameters_by_full_gradients_equals_one_process() -> None:
+    def perturbed(model: nn.Module, optimizer: Any, ranks: list[int]) -> dict[str, Tensor]:
+        for step in range(3):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            for is_perturbed in (False, True):
+                for name, p in model.named_parameters() if is_perturbed else ():
+                    grad = optimizer.full_gradient(name) if hasattr(optimizer, "full_gradient") else p.grad
+                    p.data.add_(0.05 * grad.sign())
+                for rank in ranks:
+                    (model(inputs(step, rank)).square().mean() / len(ranks)).backward()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(before[name])
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(model) if hasattr(optimizer, "full_gradient") else model.state_dict()
+
+    alone = net()
+    expected = perturbed(alone, adam(alone), [0, 1])
+
+    def do(context: ParallelContext) -> dict[str, Tensor]:
+        model = net()
+        return perturbed(model, shard_optimizer(model, adam(model), stage=2, context=context), [context.rank])
+
+    for found in run_as_threads(do, data=2):
+        assert all(torch.allclose(found[name], value, atol=1e-12) for name, value in expected.items())
+
+
 def test_randn_like_a_gradient_equals_one_process() -> None:
     model = net()
     shard_optimizer(model, adam(model))
