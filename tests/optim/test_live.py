@@ -166,6 +166,30 @@ def test_edits_of_gradients_take_effect_in_one_process_and_on_the_host(name: str
     check_same(CHANGES[name], **how)
 
 
+@pytest.mark.parametrize("how", [{"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("norm_type", ["inf", 1, 3.0])
+def test_clipping_by_other_norms_equals_one_process(norm_type: Any, how: dict[str, Any]) -> None:
+    check_same(lambda model, _: clip_grad_norm_(model.parameters(), 1e-2, norm_type), **how)
+    check_same(lambda model, _: clip_grad_norm_(model[0].parameters(), 1e-3, norm_type), **how)  # type: ignore[index, union-attr]
+
+
+def test_norm_types_of_both_functions() -> None:
+    def norms(context: ParallelContext) -> None:
+        model = net()
+        optimizer = shard_optimizer(model, adam(model), context=context)
+        model(inputs(0, context.rank)).square().mean().backward()
+        largest = max(float(optimizer.full_gradient(name).abs().max()) for name, _ in model.named_parameters())  # type: ignore[union-attr]
+        for norm_type in ("inf", float("inf")):
+            assert float(clip_grad_norm_(model.parameters(), 1e9, norm_type)) == largest  # type: ignore[arg-type]
+            assert float(shardformer.clip_grad_norm_(model, 1e9, norm_type)) == largest  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="norm_type=0"):
+            shardformer.clip_grad_norm_(model, 1.0, 0)
+        (model(inputs(0, 0)).square().mean() * (float("nan") if context.rank else 1)).backward()
+        assert shardformer.clip_grad_norm_(model, 1.0, float("inf")).isnan()
+
+    run_as_threads(norms, data=2)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_step_keeps_gradients(stage: int, offload: str | None) -> None:
