@@ -42,7 +42,7 @@ def clip_grad_norm_(
     Args:
         model: A sharded or unsharded model.
         max_norm: Maximum norm. With ``inf``, the norm is only computed.
-        norm_type: 2 for the 2-norm, ``inf`` for the largest absolute value, or any p > 0.
+        norm_type: 2 for the 2-norm, ``inf`` or "inf" for the largest absolute value, or any p > 0.
         error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite, as torch does.
 
     Returns:
@@ -101,7 +101,7 @@ def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMet
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
-    check_number("norm_type", norm_type, example=2.0)
+    norm_type = parse_norm_type(norm_type)
     op = "max" if math.isinf(norm_type) else "sum"
     coords = metadata.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in metadata.entries)]
@@ -117,6 +117,13 @@ def compute_grad_norm(param_entries: Sequence[ParamEntry], metadata: ShardingMet
         total = all_reduce(total, metadata.get_axis(name), op=op, purpose="norm")
     total = total if op == "max" else total ** (1.0 / norm_type)
     return total if is_wide else total.float()
+
+
+def parse_norm_type(norm_type: float | str) -> float:
+    """Convert a norm type, which is a number above 0 or "inf" as in torch, to a float."""
+    number = math.inf if norm_type == "inf" else norm_type
+    check_number("norm_type", number, example=2.0)
+    return float(number)
 
 
 def _compute_local_norm_term(

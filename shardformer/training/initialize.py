@@ -66,7 +66,11 @@ from shardformer.training.user_changes import (
     gather_user_changes,
     take_model_snapshot,
 )
-from shardformer.zero.optimizer_state_view import detach_zero_optimizer, rollback_optimizers_on_error
+from shardformer.zero.optimizer_state_view import (
+    OptimizerStateBeforeSharding,
+    detach_zero_optimizer,
+    rollback_optimizers_on_error,
+)
 from shardformer.zero.shard_optimizer import must_shard_optimizers, shard_optimizer
 from shardformer.zero.zero_optimizer import unwrap_zero_optimizers
 
@@ -82,7 +86,8 @@ def _detach_params_from_optimizers(
     """Remove a model's parameters from its optimizers, and yield a function that adds the sharded parameters.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
-    because some optimizers keep a reference to them. An error restores the original parameters.
+    because some optimizers keep a reference to them. Their states, which Adagrad creates in its constructor, are
+    sharded with the parameters. An error restores the original parameters and states.
     """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -91,12 +96,17 @@ def _detach_params_from_optimizers(
         _check_optimizer_params_in_model(optimizer, names)
     lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     aliases = [[names[id(p)] for p in params] for params in lists]
+    states = [OptimizerStateBeforeSharding(optimizer) for optimizer in with_nested_optimizers(optimizers)]
 
     def attach_params(sharded_model: nn.Module) -> None:
         local = dict(sharded_model.named_parameters(remove_duplicate=False))  # without those of other pipeline stages
         for params, names_of_params in zip(lists, aliases, strict=True):
             found = [next((local[name] for name in names if name in local), None) for names in names_of_params]
             params[:] = [p for p in found if p is not None]
+        for state in states:
+            state.assign_to_sharded_params(
+                lambda p: next((local[name] for name in names.get(id(p), ()) if name in local), None)
+            )
         trained = {name for names_of_params in aliases for names in names_of_params for name in names}
         attached = {id(p) for params in lists for p in params}
         missing = next((name for name, p in local.items() if name in trained and id(p) not in attached), None)
@@ -124,11 +134,6 @@ def _check_optimizer_params_in_model(optimizer: Optimizer, names_by_param_id: Ma
                 f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model.",
                 remedy="Add the module of this parameter to the model, or remove the parameter from the optimizer.",
             )
-    if optimizer.state:
-        raise ConfigError(
-            f"The {kind} optimizer must be new, but it already has state for {len(optimizer.state)} parameters.",
-            remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder).",
-        )
 
 
 def _normalize_optimizer_argument(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
@@ -197,15 +202,18 @@ def _shard_model_and_optimizers(
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
+    plain, compiler = unwrap_compiled_module(model)
+    if METADATA_ATTRIBUTE not in plain.__dict__:  # the states of a sharded model differ between ranks
+        for optimizer in with_nested_optimizers(optimizers):
+            lines += OptimizerStateBeforeSharding(optimizer).format_lines()
     run_and_compare_across_ranks(
         context, lambda: lines, lambda lines: lines, action_description="initialize the engine"
     )
-    plain, compiler = unwrap_compiled_module(model)
     with _detach_params_from_optimizers(optimizers, plain) as attach:
 
         def finish_sharding(sharded_model: nn.Module) -> None:
-            attach(sharded_model)
             sharded_model.to(context.device)
+            attach(sharded_model)
             if config.activation_offload != "device":
                 offload_activations(sharded_model, config.activation_offload)
             on_sharded(ensure_training_mode(sharded_model))

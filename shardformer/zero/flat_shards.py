@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from shardformer import torch_compat
 from shardformer.comm.collectives import PendingCollective, all_reduce, start_all_gather, start_all_gather_into_tensor
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientBucket, GradientSlot
@@ -244,14 +246,17 @@ class FlatParamShard:
     def shard_param_optimizer_state(self, param_index: int, param_state: dict[str, Any]) -> dict[str, Any]:
         """Slice the optimizer state of an unsharded parameter for this rank."""
         gradient, here = self.gradient_slots[param_index], self._get_local_param_range(param_index)
-        found = {}
-        for name, x in param_state.items():
-            if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
+
+        def shard_tensor(name: str, x: Tensor) -> Tensor:
+            if x.shape == gradient.param.shape and (x.dim() or name != "step"):
                 x = _flatten_to_bucket_order(gradient, x.to_dense() if x.is_sparse else x)
                 x = x.view(gradient.shape).clone() if gradient.is_full else x[here].clone()
             # a fused optimizer keeps its step count on the device of the parameter
-            found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
-        return found
+            return x.to("cpu") if self.host is not None else x
+
+        return {
+            name: torch_compat.tree_map_only(Tensor, partial(shard_tensor, name), x) for name, x in param_state.items()
+        }
 
     def accumulate_reduced_grads(self, reduced_grads: Tensor, grad_counts: Tensor, loss_scale: float = 1.0) -> None:
         """Add reduced gradients, divided by the loss scale, to the gradients of this shard.

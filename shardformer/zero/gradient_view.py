@@ -132,6 +132,8 @@ class ShardedGradient(Tensor):
             return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local_grad.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
+        if writes:
+            raise _make_full_target_error(first, name)
         raise _make_unsupported_function_error(
             first, f"{name} cannot be applied to p.grad, because ZeRO shards the gradient."
         )
@@ -175,6 +177,11 @@ def _apply_foreach_op(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run a ``torch._foreach_`` function on this rank's slices of sharded gradients."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
+    schema = torch_compat.schema_of(func)
+    for first, target in zip(firsts, kwargs.get("out", args[0]) if schema.is_mutable else (), strict=False):
+        if first is not None and not isinstance(target, ShardedGradient):
+            if not first.grad_storage.has_full_grad(first.param_index):
+                raise _make_full_target_error(first, schema.name.partition("::")[2])
 
     def unwrap_operands(operands: Any) -> Any:
         if not isinstance(operands, (list, tuple)):
@@ -185,7 +192,7 @@ def _apply_foreach_op(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         ]
 
     results = func(*map(unwrap_operands, args), **{name: unwrap_operands(x) for name, x in kwargs.items()})
-    if torch_compat.schema_of(func).is_mutable or results is None:
+    if schema.is_mutable or results is None:
         for first in firsts:
             if first is not None:
                 first.record_grad_edit(func)
@@ -199,6 +206,15 @@ def _make_empty_placeholder(tensor: Tensor) -> Tensor:
         torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         if isinstance(tensor, ShardedGradient)
         else tensor
+    )
+
+
+def _make_full_target_error(sharded_grad: ShardedGradient, func_name: str) -> ConfigError:
+    name = sharded_grad.grad_storage.gradient_slots[sharded_grad.param_index].entry.name
+    return ConfigError(
+        f"{func_name} cannot write values computed from p.grad to another tensor, because each rank has only its slice "
+        f"of the gradient of {name}.",
+        remedy=f"Use optimizer.full_gradient({name!r}) instead of p.grad, and call it on all ranks.",
     )
 
 

@@ -7,14 +7,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardformer import torch_compat
 from shardformer.comm.collective_call import all_gather_over_mesh, run_and_compare_across_ranks
+from shardformer.comm.collectives import compute_numel_and_hash
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, get_local_metadata, group_params_by_metadata
@@ -374,6 +376,80 @@ class RemoteOptimizerStatePlaceholder(dict[str, Any]):
 
     def __missing__(self, key: str) -> Tensor:
         return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
+
+
+class OptimizerStateBeforeSharding:
+    """The state of an unsharded model's optimizer, which moves to the sharded parameters.
+
+    An optimizer has a state if it was used before, or if its constructor creates one, as in Adagrad.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind, self._state, self._saved = type(optimizer).__name__, optimizer.state, dict(optimizer.state)
+        self._shapes = {id(key): key.shape for key in self._saved if isinstance(key, Tensor)}
+        moving = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        self._has_step_on_device = {id(p) for group in moving for p in group["params"]}
+
+    def format_lines(self) -> list[str]:
+        """Describe each state tensor with a hash of its values, to compare the states of all ranks."""
+        return [
+            f"{self._kind} state {name!r} of parameter {number}: {tuple(x.shape)}, hash {compute_numel_and_hash(x)[1]}"
+            for number, state in enumerate(self._saved.values())
+            for name, x in (state.items() if isinstance(state, dict) else [("", state)])
+            if isinstance(x, Tensor)
+        ]
+
+    def assign_to_sharded_params(self, find_sharded_param: Callable[[Tensor], Tensor | None]) -> None:
+        """Assign this rank's shards of the state to the sharded parameters.
+
+        Args:
+            find_sharded_param: Returns the sharded parameter, or None if another pipeline stage has it.
+
+        Raises:
+            ConfigError: A state tensor cannot be sharded, or has no values.
+        """
+        params = {id(key): find_sharded_param(key) for key in self._saved if id(key) in self._shapes}
+        shards: dict[int, tuple[ShardSpec, Any]] = {
+            id(entry.param): (entry.spec, metadata.coords)
+            for metadata, entries in group_params_by_metadata(p for p in params.values() if p is not None).items()
+            for entry in entries
+        }
+        self._state.clear()
+        for key, state in self._saved.items():
+            param = params.get(id(key), key)
+            if param is key and id(key) not in self._shapes:  # a global state
+                self._state[key] = state
+            elif param is not None:
+                shard = partial(self._shard_value, key, param, shards.get(id(param)))
+                is_dict = isinstance(state, dict)
+                self._state[param] = {k: shard(k, x) for k, x in state.items()} if is_dict else shard("", state)
+
+    def _shard_value(
+        self, original: Tensor, param: Tensor, shard: tuple[ShardSpec, Any] | None, name: str, value: Any
+    ) -> Any:
+        """Slice the tensors of a state entry like the parameter, and move them to its device."""
+        shape = self._shapes[id(original)]
+
+        def shard_tensor(x: Tensor) -> Tensor:
+            if x.is_meta and not param.is_meta:
+                raise ConfigError(
+                    f"{self._kind} was created from meta parameters, so its state {name!r} has no values.",
+                    remedy="Pass a function that creates the optimizer: "
+                    "optimizer=lambda parameters: torch.optim.Adagrad(parameters).",
+                )
+            if shard is not None and shard[0].is_sharded and param.shape != shape:
+                if x.shape == shape:
+                    x = shard[0].slice_full_tensor(x, shard[1])
+                elif x.numel() != 1:
+                    raise ConfigError(
+                        f"The state {name!r} of {self._kind} cannot be sharded, because it has shape "
+                        f"{tuple(x.shape)}, but its parameter has shape {tuple(shape)}.",
+                        remedy="Pass a new optimizer, or train with data parallelism.",
+                    )
+            # as in Optimizer.load_state_dict, a step count moves only for a fused or capturable optimizer
+            return x if name == "step" and id(original) not in self._has_step_on_device else x.to(param.device)
+
+        return torch_compat.tree_map_only(Tensor, shard_tensor, value)
 
 
 def load_state_dict_in_place(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
+from math import isinf, prod
 
 import torch
 from torch import Tensor
@@ -179,11 +179,13 @@ def compute_sharded_grad_norm(
     local_error: Exception | None = None,
     param_ids: Collection[int] | None = None,
     *,
+    norm_type: float = 2.0,
     within_pipeline_stage: bool = False,
 ) -> Tensor:
-    """Compute the 2-norm of a model's sharded gradients over all ranks.
+    """Compute the p-norm of a model's sharded gradients over all ranks.
 
-    Communicates one all-reduce over each axis, of four numbers and two for each group of stages that share weights.
+    Communicates one all-reduce over each axis, of four numbers and two for each group of stages that share weights, and
+    another one of the maximum for ``norm_type=inf``.
 
     Args:
         local_error: An error on this rank, which makes every rank raise.
@@ -196,8 +198,10 @@ def compute_sharded_grad_norm(
     groups = [] if metadata.stages is None else sorted({*metadata.stages.shared.values()})
     edits = [float(sum(shard.edits for shard in shards) % EDITS), *(_sum_shared_edits(shards, g) for g in groups)]
     numbers = [float(local_error is not None), *(power for x in edits for power in (x, x**2))]
-    square = _sum_local_grad_squares(shards if local_error is None else (), metadata, zero_stage, param_ids)
-    total, count = torch.cat([square, torch.tensor(numbers, dtype=torch.float64).to(square.device)]), 1
+    local = _compute_local_norm_term(
+        shards if local_error is None else (), metadata, zero_stage, param_ids, norm_type=norm_type
+    )
+    total, count = torch.cat([local, torch.tensor(numbers, dtype=torch.float64).to(local.device)]), 1
     axes = sorted(metadata.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (within_pipeline_stage and axis.name == "pipe")]
     for axis in axes:
@@ -212,7 +216,18 @@ def compute_sharded_grad_norm(
         total = _flag_mismatched_grad_edits(total, ranks_per_stage * len(group), 4 + 2 * at)
     if local_error is not None:
         raise local_error
-    total, problems = total[0], total[1]
+    _raise_on_gradient_problems(total[1])
+    norm = total[0] ** (1 / norm_type)
+    if isinf(norm_type):
+        norm = local[0]
+        for axis in axes:
+            norm = all_reduce(norm, axis, op="max", purpose="norm")
+        norm = torch.where(total[0].isnan(), total[0], norm)  # a maximum over ranks may ignore NaN
+    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
+    return norm if is_wide else norm.float()
+
+
+def _raise_on_gradient_problems(problems: Tensor) -> None:
     if has_real_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "p.grad was modified differently on different ranks since the last zero_grad.",
@@ -224,13 +239,17 @@ def compute_sharded_grad_norm(
             "The optimizer step was stopped, because another rank raised an error about its gradients or parameters.",
             remedy="See the error in the log of that rank.",
         )
-    is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in metadata.entries)
-    return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _sum_local_grad_squares(
-    shards: Sequence[FlatParamShard], metadata: ShardingMetadata, zero_stage: int, param_ids: Collection[int] | None
+def _compute_local_norm_term(
+    shards: Sequence[FlatParamShard],
+    metadata: ShardingMetadata,
+    zero_stage: int,
+    param_ids: Collection[int] | None,
+    *,
+    norm_type: float,
 ) -> Tensor:
+    """Compute this rank's contribution to the norm: the sum of p-th powers, or the maximum for ``norm_type=inf``."""
     device = metadata.context.device
     here, there = (torch.zeros(1, dtype=torch.float64, device=place) for place in (device, "cpu"))
     for shard in shards:
@@ -240,8 +259,13 @@ def _sum_local_grad_squares(
                 param_ids is None or id(p.grad_slot.param) in param_ids
             )
             if found is not None and is_asked and _is_included_in_grad_norm(p.grad_slot, metadata, zero_stage):
-                total += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
-    return here + there.to(device)
+                norm = _vector_norm(found[p.shard_range], norm_type).to(total)
+                total.copy_(torch.maximum(total, norm) if isinf(norm_type) else total + norm**norm_type)
+    return torch.maximum(here, there.to(device)) if isinf(norm_type) else here + there.to(device)
+
+
+def _vector_norm(values: Tensor, norm_type: float) -> Tensor:
+    return torch.linalg.vector_norm(values, norm_type) if values.numel() else values.new_zeros(())
 
 
 def _sum_shared_edits(shards: Sequence[FlatParamShard], stages: tuple[int, ...]) -> float:

@@ -397,6 +397,8 @@ def _patch_unscale_grads(original_unscale_grads: Callable[..., Any]) -> Callable
     def unscale_grads(
         grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer.finish_reduction_and_set_grads()
         found: dict[torch.device, Tensor] = original_unscale_grads(
             grad_scaler, optimizer, inv_scale, found_inf, allow_fp16
         )

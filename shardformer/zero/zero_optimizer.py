@@ -21,6 +21,7 @@ from shardformer.gradients.buckets import (
     ReduceScatterToShards,
     assign_gradient_owners,
 )
+from shardformer.gradients.clipping import parse_norm_type
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
@@ -333,12 +334,9 @@ class ZeroOptimizer(Optimizer):
         self,
         local_error: Exception | None,
         param_ids: Collection[int] | None = None,
-        *,
-        within_pipeline_stage: bool = False,
+        **options: Any,
     ) -> Tensor:
-        return compute_sharded_grad_norm(
-            self.shards, self.table, self._stage, local_error, param_ids, within_pipeline_stage=within_pipeline_stage
-        )
+        return compute_sharded_grad_norm(self.shards, self.table, self._stage, local_error, param_ids, **options)
 
     def reduce_pending_grads(self) -> None:
         """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""
@@ -354,6 +352,7 @@ class ZeroOptimizer(Optimizer):
         The norm is identical on all ranks. Communicates one all-reduce of four numbers over each axis.
 
         Args:
+            norm_type: As in ``torch.nn.utils.clip_grad_norm_``, such as 2.0 or ``inf``.
             error_if_nonfinite: Leave the gradients unchanged if the norm is not finite. The caller raises an error.
         """
         self.grad_norm = self.compute_grad_norm(None, norm_type)
@@ -362,18 +361,17 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def compute_grad_norm(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """Compute the 2-norm of the gradients of ``params``, or of all parameters if None.
+        """Compute the norm of the gradients of ``params``, or of all parameters if None.
 
-        All ranks must call this method, and get the same norm. Communicates one all-reduce of four numbers per axis.
+        All ranks must call this method, and get the same norm. Communicates one all-reduce of four numbers per axis,
+        and another one of the maximum for ``norm_type=inf``.
         """
-        if norm_type != 2.0:
-            raise ConfigError(
-                f"norm_type must be 2.0 with ZeRO, but got {norm_type}.", remedy="Omit norm_type to use the 2-norm."
-            )
+        norm_order = parse_norm_type(norm_type)
         self.reduce_pending_grads()
         problem = self._apply_grad_edits()
         self._set_param_grads()
-        return self._get_grad_norm(problem, None if params is None else {id(p) for p in params})
+        ids = None if params is None else {id(p) for p in params}
+        return self._get_grad_norm(problem, ids, norm_type=norm_order)
 
     def _clip_grads(self, max_norm: float) -> None:
         assert self.grad_norm is not None
@@ -431,11 +429,27 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise ConfigError, because ``torch.amp.GradScaler`` reads this attribute and does not work with ZeRO."""
-        raise ConfigError(
-            "A GradScaler was used with an optimizer from shard_optimizer, which already scales the loss.",
-            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
-        )
+        """Whether ``step`` unscales gradients itself. ``torch.amp.GradScaler`` reads this attribute first.
+
+        Raises:
+            ConfigError: With ``precision="fp16"``, this optimizer already scales the loss.
+        """
+        if self._precision.parameters == "fp16":
+            raise ConfigError(
+                "A GradScaler was used with an optimizer from shard_optimizer(precision='fp16'), which already scales "
+                "the loss.",
+                remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
+            )
+        return False
+
+    def finish_reduction_and_set_grads(self, *, within_pipeline_stage: bool = False) -> None:
+        """Reduce pending gradients, apply the user's changes to ``p.grad``, and set ``.grad`` to the reduced gradients.
+
+        All ranks must call this method. If one has an error, all raise. Communicates a few numbers over each axis.
+        """
+        self.reduce_pending_grads()
+        self._get_grad_norm(self._apply_grad_edits(), (), within_pipeline_stage=within_pipeline_stage)
+        self._set_param_grads()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the reduced gradient of a parameter, or None if the parameter has no gradient.
@@ -443,11 +457,7 @@ class ZeroOptimizer(Optimizer):
         The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
         this method. Communicates one all-gather of a bucket and a few numbers.
         """
-        self.reduce_pending_grads()
-        self._get_grad_norm(
-            self._apply_grad_edits(), (), within_pipeline_stage=True
-        )  # raises on all ranks if one has an error
-        self._set_param_grads()
+        self.finish_reduction_and_set_grads(within_pipeline_stage=True)
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradient_slots):
                 if gradient.entry.name == name:

@@ -415,15 +415,6 @@ def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
         initialize(Sum(), **options)
 
 
-def test_an_optimizer_with_state_raises() -> None:
-    model = Sum()
-    optimizer = sgd(model)
-    model(torch.rand(2, 4)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ConfigError, match="already has state"):
-        initialize(model, optimizer)
-
-
 def test_the_optimizer_keeps_its_parameters_after_an_error() -> None:
     model = plain()
     optimizer = sgd(model)

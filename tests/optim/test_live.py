@@ -166,10 +166,87 @@ def test_edits_of_gradients_take_effect_in_one_process_and_on_the_host(name: str
     check_same(CHANGES[name], **how)
 
 
+@pytest.mark.parametrize("how", [{"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("norm_type", ["inf", 1, 3.0])
+def test_clipping_by_other_norms_equals_one_process(norm_type: Any, how: dict[str, Any]) -> None:
+    check_same(lambda model, _: clip_grad_norm_(model.parameters(), 1e-2, norm_type), **how)
+    check_same(lambda model, _: clip_grad_norm_(model[0].parameters(), 1e-3, norm_type), **how)  # type: ignore[index, union-attr]
+
+
+def test_norm_types_of_both_functions() -> None:
+    def norms(context: ParallelContext) -> None:
+        model = net()
+        optimizer = shard_optimizer(model, adam(model), context=context)
+        model(inputs(0, context.rank)).square().mean().backward()
+        largest = max(float(optimizer.full_gradient(name).abs().max()) for name, _ in model.named_parameters())  # type: ignore[union-attr]
+        for norm_type in ("inf", float("inf")):
+            assert float(clip_grad_norm_(model.parameters(), 1e9, norm_type)) == largest  # type: ignore[arg-type]
+            assert float(shardformer.clip_grad_norm_(model, 1e9, norm_type)) == largest  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="norm_type=0"):
+            shardformer.clip_grad_norm_(model, 1.0, 0)
+        (model(inputs(0, 0)).square().mean() * (float("nan") if context.rank else 1)).backward()
+        assert shardformer.clip_grad_norm_(model, 1.0, float("inf")).isnan()
+
+    run_as_threads(norms, data=2)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_step_keeps_gradients(stage: int, offload: str | None) -> None:
     check_same(every=2, stage=stage, offload=offload)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda param, grad: param.add_(grad.sign(), alpha=0.05),
+    "_foreach_add_": lambda param, grad: torch._foreach_add_([param], [grad], alpha=0.05),  # type: ignore[call-overload]
+    "add": lambda param, grad: torch.add(param, grad, out=param),
+    "copy_": lambda param, grad: torch.zeros_like(param).copy_(grad),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_values_of_a_sharded_gradient_cannot_be_written_to_another_tensor(name: str) -> None:
+    def write(context: ParallelContext) -> None:
+        model = net()
+        shard_optimizer(model, adam(model), context=context)
+        model(inputs(0, context.rank)).square().mean().backward()
+        for param_name, param in model.named_parameters():
+            before, grad = param.detach().clone(), param.grad
+            assert grad is not None
+            message = f"{name} cannot write values .*full_gradient('{param_name}')"
+            with pytest.raises(ConfigError, match=re.escape(message).replace(re.escape(".*"), ".*")):
+                WRITES[name](param.data, grad)
+            assert torch.equal(param, before)
+
+    run_as_threads(write, data=2)
+
+
+def test_perturbing_parameters_by_full_gradients_equals_one_process() -> None:
+    def perturbed(model: nn.Module, optimizer: Any, ranks: list[int]) -> dict[str, Tensor]:
+        for step in range(3):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            for is_perturbed in (False, True):
+                for name, p in model.named_parameters() if is_perturbed else ():
+                    grad = optimizer.full_gradient(name) if hasattr(optimizer, "full_gradient") else p.grad
+                    p.data.add_(0.05 * grad.sign())
+                for rank in ranks:
+                    (model(inputs(step, rank)).square().mean() / len(ranks)).backward()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(before[name])
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(model) if hasattr(optimizer, "full_gradient") else model.state_dict()
+
+    alone = net()
+    expected = perturbed(alone, adam(alone), [0, 1])
+
+    def do(context: ParallelContext) -> dict[str, Tensor]:
+        model = net()
+        return perturbed(model, shard_optimizer(model, adam(model), stage=2, context=context), [context.rank])
+
+    for found in run_as_threads(do, data=2):
+        assert all(torch.allclose(found[name], value, atol=1e-12) for name, value in expected.items())
 
 
 def test_randn_like_a_gradient_equals_one_process() -> None:

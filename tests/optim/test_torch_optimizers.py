@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
+from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 SCALE = 2.0**10
 
@@ -73,6 +75,51 @@ def test_stage_without_gradients_skips_the_step_too() -> None:
         return [scaler.get_scale()]
 
     assert run_as_threads(do, pipe=2) == [[SCALE / 2]] * 2
+
+
+def scaled_accumulation(model: Any, optimizer: Any, ranks: list[int], *, unscales: bool) -> tuple[list[float], Any]:
+    """Train with a scaler on the batches of ``ranks``, with an infinite loss of data rank 1 in the second step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scales = []
+    for i in range(3):
+        for half in (0, 1):
+            is_paused = isinstance(optimizer, ZeroOptimizer) and half == 0
+            with optimizer.no_sync() if is_paused else nullcontext():
+                for rank in ranks:
+                    loss = model(**RandomBatchFactory(DEFAULT_HEAD["llama"])(9 * i + 3 * half + rank)).loss
+                    loss = loss * float("inf") if (i, half, rank) == (1, 0, 1) else loss / len(ranks)
+                    scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, model
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 2}, {"stage": 3}], ids=str)
+def test_scaler_unscales_the_gradients_of_a_zero_optimizer(options: dict[str, Any], unscales: bool) -> None:
+    alone, *models = [plain() for _ in range(3)]
+    for model in models:
+        model.load_state_dict(alone.state_dict())
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    expected, _ = scaled_accumulation(alone, optimizer, [0, 1], unscales=unscales)
+    whole = alone.state_dict()
+
+    def do(context: ParallelContext) -> None:
+        model = models[context.rank]
+        sharded = shardformer.shard_optimizer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), context=context, **options
+        )
+        scales, _ = scaled_accumulation(model, sharded, [context.rank], unscales=unscales)
+        assert scales == expected == [SCALE, SCALE / 2, SCALE / 2]
+        for name, value in shardformer.full_state_dict(model).items():
+            assert torch.allclose(value, whole[name], atol=1e-6)
+
+    run_as_threads(do, data=2)
 
 
 MAKES: dict[str, Any] = {
