@@ -96,13 +96,39 @@ class ReferenceGradients:
         model.zero_grad()
         return ReferenceGradients(model, forward_fn, loss.item(), gradients)
 
-    def check_finite(self) -> None:
-        """Raise ValueError if the loss or a gradient is not finite, for example because a mask overflows."""
+    def check_is_informative(self) -> None:
+        """Raise ValueError if a comparison with this reference could not find an error.
+
+        This happens if the loss or a gradient is not finite, for example because a mask overflows, or if all are 0.
+        """
         of = [("The output", torch.tensor(self.loss)), *(("A gradient", g) for g in self.gradients.values())]
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
                 dtype = next(self.model.parameters()).dtype
                 raise ValueError(f"{what} of {type(self.model).__name__} is NaN or infinite in {dtype}.")
+        if not self.loss or not any(g is not None and bool(g.any()) for g in self.gradients.values()):
+            what = "All gradients" if self.loss else "All outputs"
+            raise ValueError(
+                f"{what} of {type(self.model).__name__} are exactly 0, so a comparison would not find errors."
+            )
+
+    @cached_property
+    def zero_gradient_patterns(self) -> set[str]:
+        """Names of parameters, with * for indices, whose gradients are exactly 0 in all layers."""
+        found: dict[str, bool] = {}
+        for name, g in self.gradients.items():
+            if g is not None and g.numel():
+                pattern = _replace_digits(name)
+                found[pattern] = found.get(pattern, True) and not g.any()
+        return {pattern for pattern, is_zero in found.items() if is_zero}
+
+    def is_gradient_always_zero(self, param_name: str) -> bool:
+        """Return whether the gradients of a parameter, and of the same parameter in other layers, are exactly 0."""
+        return _replace_digits(param_name) in self.zero_gradient_patterns
+
+
+def _replace_digits(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -188,7 +214,7 @@ def copy_patched_forward_methods(reduced_model: nn.Module, model: nn.Module) -> 
 
 def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]:
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
-    return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
+    return Counter((_replace_digits(path), getattr(method, "__func__", None)) for path, method in found)
 
 
 @contextmanager
@@ -243,7 +269,7 @@ def make_validation_cache_key(model: nn.Module) -> Hashable | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(has_library_forward, model.modules())):
         return None
-    kinds = frozenset((re.sub(r"\d+", "*", path), type(module)) for path, module in model.named_modules())
+    kinds = frozenset((_replace_digits(path), type(module)) for path, module in model.named_modules())
     return type(model), config.to_json_string(), kinds
 
 
@@ -415,7 +441,36 @@ def remove_all_hooks(model: nn.Module) -> nn.Module:
 def _build_on_cpu(build_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return build_model().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
+        model = build_model().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
+    return add_noise_to_constant_values(model)
+
+
+PERTURBATION = 0.05
+"""Scale of the noise that is added to parameters, because parameters initialized to 0 would hide dependences."""
+
+
+def add_noise_to_constant_values(model: nn.Module, *, to_all_values: bool = False) -> nn.Module:
+    """Add seeded noise to parameters in place, so that no value hides how the outputs depend on the other values.
+
+    A layer initialized to zeros hides all layers before it, and a scale of ones hides how its elements are sharded.
+
+    Args:
+        to_all_values: whether noise is also added to parameters whose values differ.
+
+    Returns:
+        The same model.
+    """
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and p.numel():
+                noise = PERTURBATION * torch.randn(p.shape, generator=draws).to(p)
+                first = p.flatten()[0]
+                if not to_all_values and first and (p == first).all():
+                    p.data = p + noise.abs() * first.sign()  # a positive scale stays positive
+                else:
+                    p.data = torch.where(p.eq(0) | to_all_values, p + noise, p)
+    return model
 
 
 def _iter_reduced_model_builders(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
@@ -483,7 +538,7 @@ def _find_trainable_batch(
                 native = copy.deepcopy(reduced_model)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
-                ReferenceGradients.from_model(native, run).check_finite()
+                ReferenceGradients.from_model(native, run).check_is_informative()
                 _set_training_mode_if_deterministic(
                     reduced_model, run, make_forward_fn(reduced_model, candidate, seed=1)
                 )
@@ -553,7 +608,7 @@ def _iter_media_forward_passes(
             try:
                 if candidate is not inputs and getattr(run(copy.deepcopy(reduced_model)), "loss", None) is None:
                     continue
-                ReferenceGradients.from_model(copy.deepcopy(reduced_model), run).check_finite()
+                ReferenceGradients.from_model(copy.deepcopy(reduced_model), run).check_is_informative()
             except Exception:  # a layout for another model
                 continue
             yield MediaForwardPass(run, names)
@@ -574,7 +629,7 @@ def _set_training_mode_if_deterministic(
     try:
         first, again = copy.deepcopy(reduced_model), copy.deepcopy(reduced_model)
         reference = ReferenceGradients.from_model(first, forward_fn)
-        reference.check_finite()
+        reference.check_is_informative()
         is_random = any(
             compute_loss_from_all_outputs(call(again)).item() != reference.loss
             for call in (forward_fn, reseeded_forward_fn)
@@ -589,8 +644,6 @@ def _set_training_mode_if_deterministic(
 LENGTH = 8
 NOISE = 1e-5
 """Relative tolerance for equal outputs, because experts that receive different tokens round differently."""
-PERTURBATION = 0.05
-"""Scale of the noise that is added to parameters, because parameters initialized to 0 would hide dependences."""
 IGNORED = -100
 """Label that the loss ignores."""
 
@@ -671,10 +724,7 @@ def _make_small_model_and_token_ids(model: PreTrainedModel) -> tuple[nn.Module, 
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
         plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]
-    with torch.no_grad():
-        for param in small.parameters():
-            param.add_(PERTURBATION * torch.randn_like(param))
-    return small.cpu().eval(), ids_BS
+    return add_noise_to_constant_values(small.cpu().eval(), to_all_values=True), ids_BS
 
 
 def _measure_small_model_dependence(model: nn.Module, input_ids_BS: Tensor) -> TokensAffectingPrediction:

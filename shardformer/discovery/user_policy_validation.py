@@ -411,16 +411,19 @@ class _PolicyValidator:
         """
         models = [copy_with_shared_weights(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
+        untested: set[str] = set()
 
         def train_on_rank(context: ParallelContext) -> None:
             model = models[context.tensor.rank]
             self._shard_with_policy_copy(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _add_comparison_hooks(model, expected_outputs, first)
-            validation.compare_training(self._reference, model)
+            untested.update(validation.compare_training(self._reference, model))
 
         try:
             run_as_threads(train_on_rank, tensor=self._tensor, one_at_a_time=True)
+            if untested:
+                raise _ValidationImpossibleError(validation.format_zero_gradient(min(untested)))
             return None
         except _ValidationImpossibleError:
             raise

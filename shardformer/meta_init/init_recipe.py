@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -127,8 +128,14 @@ def get_recorded_init_steps(deferred_storage: DeferredStorage) -> list[RecordedI
     return [found[number] for number in sorted(found)]
 
 
-def materialize_deferred_storage(deferred_storage: DeferredStorage) -> UntypedStorage:
-    """Compute the values of a storage on the CPU by running its recorded operations."""
+def materialize_deferred_storage(
+    deferred_storage: DeferredStorage, test_values: torch.Generator | None = None
+) -> UntypedStorage:
+    """Compute the values of a storage on the CPU by running its recorded operations.
+
+    Args:
+        test_values: draws the values that no operation writes, with ``fill_with_test_values``. None: uninitialized.
+    """
     steps = get_recorded_init_steps(deferred_storage)
     uses = Counter(id(p) for step in steps for p in step.get_deferred_storages())
     storages: dict[int, UntypedStorage] = {}
@@ -136,7 +143,7 @@ def materialize_deferred_storage(deferred_storage: DeferredStorage) -> UntypedSt
         if not steps:
             return _allocate_storage(deferred_storage)
         for step in steps:
-            run_init_step(step, storages)
+            run_init_step(step, storages, test_values)
             for p in step.get_deferred_storages():
                 uses[id(p)] -= 1
                 if not uses[id(p)] and p is not deferred_storage:
@@ -145,23 +152,44 @@ def materialize_deferred_storage(deferred_storage: DeferredStorage) -> UntypedSt
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
+def fill_with_test_values(storage: UntypedStorage, view: DeferredInitTensorView, generator: torch.Generator) -> None:
+    """Fill a floating-point storage with random values on which a model can be validated.
+
+    Matrices and kernels get normal values that keep the scale of activations. Vectors, such as scales, biases and
+    variances, get values between 0.5 and 1.5, because some of them must be positive.
+    """
+    values = torch.empty(0, dtype=view.dtype).set_(storage)
+    drawn = torch.rand(values.shape, generator=generator) + 0.5
+    row = view.size if prod(view.size) < len(values) else view.size[1:]  # a view may be one row of a matrix
+    if row:
+        drawn.normal_(std=max(prod(row), 1) ** -0.5, generator=generator)
+    values.copy_(drawn)
+
+
 def compute_deferred_values(tensor: Tensor) -> Tensor:
     """Compute the values of a lazily built tensor, and return them as a CPU tensor."""
     view = get_deferred_view(tensor)
     return view.to_tensor(materialize_deferred_storage(view.deferred))
 
 
-def run_init_step(step: RecordedInitStep, storage_by_deferred_id: dict[int, UntypedStorage]) -> None:
+def run_init_step(
+    step: RecordedInitStep,
+    storage_by_deferred_id: dict[int, UntypedStorage],
+    test_values: torch.Generator | None = None,
+) -> None:
     """Run one recorded operation, and store its results in ``storage_by_deferred_id``.
 
     Args:
         storage_by_deferred_id: id of each deferred storage -> storage with values.
+        test_values: draws the values of inputs that no operation has written.
     """
 
     def materialize_if_deferred(argument: Any) -> Any:
         if isinstance(argument, DeferredInitTensorView):
             if id(argument.deferred) not in storage_by_deferred_id:  # will be overwritten, or was never written
-                storage_by_deferred_id[id(argument.deferred)] = _allocate_storage(argument.deferred)
+                storage_by_deferred_id[id(argument.deferred)] = storage = _allocate_storage(argument.deferred)
+                if test_values is not None:
+                    fill_with_test_values(storage, argument, test_values)
             return argument.to_tensor(storage_by_deferred_id[id(argument.deferred)])
         return argument
 

@@ -436,11 +436,14 @@ def record_changes_if_lazy(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def copy_and_materialize(model: nn.Module) -> nn.Module:
-    """Copy a lazily built model, and compute the weights of the copy but not of the original."""
+    """Copy a lazily built model, and compute the weights of the copy but not of the original.
+
+    Values that no recorded operation writes, such as those of ``copy_to_meta``, are drawn with a fixed seed.
+    """
     with record_changes_if_lazy(model):
         copied = copy.deepcopy(model)
     restore_wrapped_methods(copied)  # they are bound to the original model
-    return materialize_parameters(copied)
+    return materialize_parameters(copied, test_values=torch.Generator().manual_seed(0))
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -499,8 +502,13 @@ def _parse_target_device(device: torch.device | str | None) -> torch.device | No
     return torch_device
 
 
-def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+def materialize_parameters(
+    model: nn.Module, device: torch.device | str | None = None, test_values: torch.Generator | None = None
+) -> nn.Module:
     """Compute the values of all meta tensors in a model, one tensor at a time to limit peak memory.
+
+    Args:
+        test_values: draws the values that no recorded operation writes. None: uninitialized.
 
     Raises:
         ConfigError: if a weight file changed while it was read.
@@ -517,7 +525,10 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
         if id(tensor) not in materialized:
             with torch.no_grad():
                 if deferred is not None and deferred not in storages:
-                    values = torch.empty(0, dtype=torch.uint8).set_(materialize_deferred_storage(deferred))
+                    storage = materialize_deferred_storage(deferred, test_values)
+                    if test_values is not None and deferred.writer_step is None:
+                        init_recipe.fill_with_test_values(storage, get_deferred_view(tensor), test_values)
+                    values = torch.empty(0, dtype=torch.uint8).set_(storage)
                     storages[deferred] = values.to(target_device).untyped_storage()
                 new = (
                     tensor.to(target_device)

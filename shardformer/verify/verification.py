@@ -336,6 +336,13 @@ def _run_job_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
             raise
         raise error.with_traceback(None) from None  # all ranks raised the same error
     assert report is not None
+    if not any(loss for loss, _ in report.losses):
+        raise ConfigError(
+            f"The loss of {report.model} is exactly 0 in all {report.steps} steps, so the comparison would not find "
+            "errors.",
+            remedy="Initialize a layer whose weights are all 0, such as the output layer, with other values in "
+            "model_fn, or pass another loss_fn.",
+        )
     return report
 
 
