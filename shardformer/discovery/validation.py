@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.context_parallel.method import ContextParallelSizes
 from shardformer.discovery import reduced_model
-from shardformer.discovery.example_inputs import Forward, make_forward_fn
+from shardformer.discovery.example_inputs import Forward, draw_like, make_forward_fn
 from shardformer.discovery.forward_trace import LayerListTrace
 from shardformer.discovery.reduced_model import (
     RELATIVE,
@@ -522,7 +522,7 @@ def _make_larger_batch_forward_fn(reduced: ReducedModel) -> Forward:
     """Return a function that runs the model on the example batch plus one sample."""
     count = reduced.num_samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
-    return make_forward_fn(reduced.model, more)
+    return draw_like(reduced.forward_fn, make_forward_fn(reduced.model, more))
 
 
 def _find_argument_batch_dims(
