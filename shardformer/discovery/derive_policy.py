@@ -313,6 +313,7 @@ def derive_policy_from_forward(
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
     find = partial(find_sequence_parallel_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
+    references = reduced.add_long_batch(references)
     stacks, reason = _find_validated_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
     reasons = [(option, *item) for option, inputs in policy.unproven.items() for item in inputs.items()]

@@ -63,6 +63,7 @@ class ReferenceGradients:
     further_batches: tuple[
         ReferenceGradients, ...
     ] = ()  # references of additional batches with different inputs (images)
+    long_batches: tuple[ReferenceGradients, ...] = ()  # references of batches with longer sequences
 
     @cached_property
     def gradient_tolerances(self) -> dict[str, float]:
@@ -263,6 +264,7 @@ PRECISIONS = (torch.float64, torch.float32)
 ONE_AT_A_TIME = threading.RLock()  # ranks that are threads share the random state, which validation sets
 UNTRIED = "the layout was not validated, because no small batch could be generated"
 """The reason why an input with which the reduced model was never called is not supported."""
+LONG_LENGTHS = (36, 18)  # lengths of longer sequences to try
 MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 """Largest number of parameters of a reduced model before the widths of its submodels are matched."""
 
@@ -297,6 +299,28 @@ class ReducedModel:
         return tuple(
             ReferenceGradients.from_model(self.model, further.forward_fn) for further in self.media_forward_passes
         )
+
+    def add_long_batch(self, reference: ReferenceGradients) -> ReferenceGradients:
+        """Add a batch with longer sequences to a reference, because layers may run other code for them.
+
+        The reference is returned unchanged if the model does not accept longer sequences.
+        """
+        lengths = {name: x.shape[1] for name, x in self.batch.items() if self._has_token_dim(x)}
+        for size in LONG_LENGTHS if lengths else ():
+            if (repeats := size // max(lengths.values())) > 1:
+                longer = {n: torch.cat([x] * repeats, 1) if n in lengths else x for n, x in self.batch.items()}
+                run = draw_like(self.forward_fn, make_forward_fn(self.model, longer))
+                try:
+                    found = ReferenceGradients.from_model(copy.deepcopy(self.model), run)
+                    found.check_finite()
+                    return replace(reference, long_batches=(replace(found, model=self.model),))
+                except Exception:  # the model limits the length, or other inputs must match it
+                    continue
+        return reference
+
+    def _has_token_dim(self, model_input: Tensor) -> bool:
+        dims_of_tokens = 3 if model_input.is_floating_point() else 2
+        return model_input.dim() == dims_of_tokens and len(model_input) == self.num_samples
 
     def get_unvalidated_input_reasons(self, media_failure: str | None) -> dict[str, str]:
         """Return the reason why each unvalidated input could not be validated, by input name.

@@ -129,7 +129,7 @@ def validate_sharding(
     def train_on_rank(context: ParallelContext) -> None:
         model = copy_with_shared_weights(reference.model)
         shard_fn(model, context)
-        for expected in (reference, *reference.further_batches):
+        for expected in (reference, *reference.long_batches, *reference.further_batches):
             model.zero_grad()
             compare_training(expected, model)
 
@@ -366,7 +366,7 @@ def _validate_context_parallel_uncached(
         reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextParallelValidationResult(error.what)
-    reference = reduced.compute_reference_gradients()
+    reference = reduced.add_long_batch(reduced.compute_reference_gradients())
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     stacks = [LayerListTrace(reference, stack.layers) for stack in bound.stacks()]
