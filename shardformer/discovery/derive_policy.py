@@ -147,6 +147,7 @@ VALIDATION_RANKS = (2, 4)
 """Tensor parallel sizes for validation. 2 divides the six heads of a reduced model, but 4 does not."""
 UNEVEN = 3  # a tensor parallel size that divides no power of two
 MAX_CANDIDATES = 40  # largest number of candidate roles that are validated for one block
+EVAL_MODE_NOTE = "The policy was validated in eval mode only: training the reduced model fails or is not deterministic."
 OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
@@ -314,12 +315,14 @@ def derive_policy_from_forward(
     if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
     find = partial(find_sequence_parallel_hints, stack_paths=tuple(policy.layers), num_ranks=VALIDATION_RANKS[0])
+    references = reduced.add_long_batch(references)
     stacks, reason = _find_validated_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
     reasons = [(option, *item) for option, inputs in policy.unproven.items() for item in inputs.items()]
     unvalidated = [f"With {option}, a batch with {name} raises an error: {why}." for option, name, why in reasons]
     closest = [f"The closest role for {b.layer_list_path}: {format_role_source(b.roles[0])}." for b in cache.nearest]
-    policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
+    mode = [] if reduced.model.training else [EVAL_MODE_NOTE]
+    policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *mode, *unvalidated, *closest]
     policy.keep_replicated = _find_unsharded_weight_paths(model, policy())
     return policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, get_special_token_ids
-from shardformer.random_state import fork_rng_with_seed
-from shardformer.torch_compat import tolist_or_ones, tree_leaves
+from shardformer.random_state import fork_rng, fork_rng_with_seed, seed_all_generators
+from shardformer.torch_compat import TorchDispatchMode, tolist_or_ones, tree_leaves
 from shardformer.transformers_compat import filter_forward_kwargs, find_embeddings
 
 Forward = Callable[[nn.Module], Any]  # a function that calls a model with a batch
@@ -226,6 +227,62 @@ def make_forward_fn(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0
             return m(**cast, **extra)
 
     return run_forward
+
+
+SEEDS = {0.5: 207, 0.99: 1470, 0.01: 1751}
+"""Values to try instead of random numbers, with seeds for which NumPy and Python first draw about the same value.
+
+A model may skip layers if a random number is below or above a threshold.
+"""
+
+
+@dataclass(frozen=True)
+class ConstantDrawsForward:
+    """A forward pass in which floating-point random numbers are replaced by ``value``."""
+
+    forward_fn: Forward
+    value: float
+
+    def __call__(self, model: nn.Module) -> Any:
+        with fork_rng(), _ConstantDraws(self.value):
+            return self.forward_fn(model)
+
+
+def draw_like(other_forward_fn: Forward, forward_fn: Forward) -> Forward:
+    """Return ``forward_fn`` with the constants that ``other_forward_fn`` uses instead of random numbers, if any."""
+    if isinstance(other_forward_fn, ConstantDrawsForward):
+        return replace(other_forward_fn, forward_fn=forward_fn)
+    return forward_fn
+
+
+class _ConstantDraws(TorchDispatchMode):
+    """Dispatch mode in which random floating-point tensors are constant, so that they do not depend on their shape.
+
+    Ranks that hold shards, or only some of the layers, would otherwise draw different numbers than one process. Other
+    random numbers (indices, permutations, NumPy, Python) are drawn from the same seed after each operation.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._value = value
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        seed_all_generators(SEEDS[self._value], include_cuda=False)
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not _transforms_input(func):
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
+                    x.fill_(self._value)
+        return out
+
+
+def _transforms_input(random_operator: Any) -> bool:
+    """Return whether a random operator transforms an input, such as attention with dropout, instead of drawing."""
+    arguments = random_operator._schema.arguments
+    if not arguments or str(arguments[0].type) != "Tensor":
+        return False
+    overwrites = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+    return not (overwrites or random_operator._schema.name.endswith(("_like", "::bernoulli")))
 
 
 # B batch, S sequence, C channels, P patches of all images, D numbers in a patch

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
 from shardformer.discovery.config_fields import iter_int_fields, replace_config_fields
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, iter_batches_with_labels, make_forward_fn
+from shardformer.discovery.example_inputs import (
+    SEEDS,
+    ConstantDrawsForward,
+    Forward,
+    UnknownInputsError,
+    draw_like,
+    iter_batches_with_labels,
+    make_forward_fn,
+)
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
 from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
@@ -55,6 +63,7 @@ class ReferenceGradients:
     further_batches: tuple[
         ReferenceGradients, ...
     ] = ()  # references of additional batches with different inputs (images)
+    long_batches: tuple[ReferenceGradients, ...] = ()  # references of batches with longer sequences
 
     @cached_property
     def gradient_tolerances(self) -> dict[str, float]:
@@ -84,6 +93,10 @@ class ReferenceGradients:
         return grad_difference <= self.gradient_tolerances[param_name] or grad_difference <= self.fp32_tolerances.get(
             param_name, 0.0
         )
+
+    def find_trained_parameters(self) -> set[str]:
+        """Return the names of the parameters whose gradient is not zero."""
+        return {name for name, g in self.gradients.items() if g is not None and g.any()}
 
     @staticmethod
     def from_model(model: nn.Module, forward_fn: Forward) -> ReferenceGradients:
@@ -277,6 +290,7 @@ PRECISIONS = (torch.float64, torch.float32)
 ONE_AT_A_TIME = threading.RLock()  # ranks that are threads share the random state, which validation sets
 UNTRIED = "the layout was not validated, because no small batch could be generated"
 """The reason why an input with which the reduced model was never called is not supported."""
+LONG_LENGTHS = (36, 18)  # lengths of longer sequences to try
 MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 """Largest number of parameters of a reduced model before the widths of its submodels are matched."""
 
@@ -311,6 +325,28 @@ class ReducedModel:
         return tuple(
             ReferenceGradients.from_model(self.model, further.forward_fn) for further in self.media_forward_passes
         )
+
+    def add_long_batch(self, reference: ReferenceGradients) -> ReferenceGradients:
+        """Add a batch with longer sequences to a reference, because layers may run other code for them.
+
+        The reference is returned unchanged if the model does not accept longer sequences.
+        """
+        lengths = {name: x.shape[1] for name, x in self.batch.items() if self._has_token_dim(x)}
+        for size in LONG_LENGTHS if lengths else ():
+            if (repeats := size // max(lengths.values())) > 1:
+                longer = {n: torch.cat([x] * repeats, 1) if n in lengths else x for n, x in self.batch.items()}
+                run = draw_like(self.forward_fn, make_forward_fn(self.model, longer))
+                try:
+                    found = ReferenceGradients.from_model(copy.deepcopy(self.model), run)
+                    found.check_is_informative()
+                    return replace(reference, long_batches=(replace(found, model=self.model),))
+                except Exception:  # the model limits the length, or other inputs must match it
+                    continue
+        return reference
+
+    def _has_token_dim(self, model_input: Tensor) -> bool:
+        dims_of_tokens = 3 if model_input.is_floating_point() else 2
+        return model_input.dim() == dims_of_tokens and len(model_input) == self.num_samples
 
     def get_unvalidated_input_reasons(self, media_failure: str | None) -> dict[str, str]:
         """Return the reason why each unvalidated input could not be validated, by input name.
@@ -358,7 +394,9 @@ def reduce_model(
             with check_original_weights_not_read(model):
                 run, batch_used = _find_trainable_batch(reduced, batch, with_media_tokens=with_media_tokens)
             further = (
-                () if batch is not None or with_media_tokens else tuple(_iter_media_forward_passes(reduced, batch_used))
+                ()
+                if batch is not None or with_media_tokens
+                else tuple(_iter_media_forward_passes(reduced, batch_used, run))
             )
             tried = {*batch_used, *(name for each in further for name in each.input_names)}
             media = example_inputs.get_media_argument_names(reduced) if batch is None else []
@@ -538,11 +576,10 @@ def _find_trainable_batch(
                 native = copy.deepcopy(reduced_model)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
-                ReferenceGradients.from_model(native, run).check_is_informative()
-                _set_training_mode_if_deterministic(
-                    reduced_model, run, make_forward_fn(reduced_model, candidate, seed=1)
-                )
-                return run, candidate
+                reference = ReferenceGradients.from_model(native, run)
+                reference.check_is_informative()
+                reseeded = make_forward_fn(reduced_model, candidate, seed=1)
+                return _set_training_mode_if_deterministic(reduced_model, reference, reseeded), candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
     assert problem is not None
@@ -595,7 +632,7 @@ def find_accepted_example_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _iter_media_forward_passes(
-    reduced_model: nn.Module, text_batch: Mapping[str, Tensor]
+    reduced_model: nn.Module, text_batch: Mapping[str, Tensor], text_forward_fn: Forward
 ) -> Iterator[MediaForwardPass]:
     """Yield a forward pass with images or audio if the model accepts them and ``text_batch`` has none."""
     made = dict(example_inputs.iter_inputs_for_known_arguments(reduced_model))
@@ -604,7 +641,7 @@ def _iter_media_forward_passes(
         adds_media = _has_media_tokens(reduced_model, inputs) and not _has_media_tokens(reduced_model, text_batch)
         names = tuple(name for name in floats if adds_media or name not in text_batch)
         for candidate in (*iter_batches_with_labels(reduced_model, inputs), inputs) if names else ():
-            run = make_forward_fn(reduced_model, candidate)
+            run = draw_like(text_forward_fn, make_forward_fn(reduced_model, candidate))
             try:
                 if candidate is not inputs and getattr(run(copy.deepcopy(reduced_model)), "loss", None) is None:
                     continue
@@ -622,21 +659,39 @@ def _has_media_tokens(reduced_model: nn.Module, inputs: Mapping[str, Tensor]) ->
 
 
 def _set_training_mode_if_deterministic(
-    reduced_model: nn.Module, forward_fn: Forward, reseeded_forward_fn: Forward
-) -> None:
-    """Put a model into training mode without dropout, or into eval mode if training is random or fails."""
+    reduced_model: nn.Module, eval_reference: ReferenceGradients, reseeded_forward_fn: Forward
+) -> Forward:
+    """Put a model into training mode without dropout, or into eval mode if training fails or is not deterministic.
+
+    Returns the forward pass for this mode. If training is random, it replaces random numbers by constants.
+    """
+    run = eval_reference.forward_fn
     disable_dropout(reduced_model.train())
+    trained_in_eval = eval_reference.find_trained_parameters()
+    unchanged = _find_trained_parameters(reduced_model, run, reseeded_forward_fn)
+    if unchanged is not None and unchanged >= trained_in_eval:
+        return run
+    for value in SEEDS:
+        forward_fn, reseeded = (ConstantDrawsForward(fn, value) for fn in (run, reseeded_forward_fn))
+        trained = _find_trained_parameters(reduced_model, forward_fn, reseeded)
+        if trained is not None and trained >= trained_in_eval:  # otherwise random numbers may disable layers
+            return forward_fn
+    reduced_model.train(unchanged is not None)
+    return run
+
+
+def _find_trained_parameters(
+    reduced_model: nn.Module, forward_fn: Forward, reseeded_forward_fn: Forward
+) -> set[str] | None:
+    """Return the names of the parameters with gradients, or None if a model does not train deterministically."""
     try:
         first, again = copy.deepcopy(reduced_model), copy.deepcopy(reduced_model)
         reference = ReferenceGradients.from_model(first, forward_fn)
         reference.check_is_informative()
-        is_random = any(
-            compute_loss_from_all_outputs(call(again)).item() != reference.loss
-            for call in (forward_fn, reseeded_forward_fn)
-        )
+        losses = [compute_loss_from_all_outputs(call(again)).item() for call in (forward_fn, reseeded_forward_fn)]
     except Exception:
-        is_random = True
-    reduced_model.train(not is_random)
+        return None
+    return reference.find_trained_parameters() if set(losses) == {reference.loss} else None
 
 
 # B batch, S sequence, V vocabulary

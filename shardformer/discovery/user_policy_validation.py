@@ -145,6 +145,7 @@ def _validate_registered_policy(
         return f"the reduced model does not run ({type(error).__name__}: {str(error)[:120]})", None
     if (failure := validate_policy(reference, policy_cls, TRIAL_RANKS)) is not None:
         return failure, None
+    reference = reduced.add_long_batch(reference)
     return None, validate_policy(reference, policy_cls, TRIAL_RANKS, enable_sequence_parallelism=True)
 
 
@@ -380,6 +381,7 @@ class _PolicyValidator:
         if len(self._reduced.batch.keys() - known_inputs) > 1:  # of several guessed inputs, one may have no tokens
             return None
         self._enable_sequence_parallelism = True
+        self._reference = self._reduced.add_long_batch(self._reference)
         if (fault := self._find_training_failure(self._policy)) is None:
             return None
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
@@ -418,7 +420,11 @@ class _PolicyValidator:
             self._shard_with_policy_copy(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _add_comparison_hooks(model, expected_outputs, first)
-            untested.update(validation.compare_training(self._reference, model))
+            untested_by_batch = []
+            for expected in (self._reference, *self._reference.long_batches):
+                model.zero_grad()
+                untested_by_batch.append(validation.compare_training(expected, model))
+            untested.update(set.intersection(*untested_by_batch))
 
         try:
             run_as_threads(train_on_rank, tensor=self._tensor, one_at_a_time=True)

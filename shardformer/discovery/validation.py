@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.context_parallel.method import ContextParallelSizes
 from shardformer.discovery import reduced_model
-from shardformer.discovery.example_inputs import Forward, make_forward_fn
+from shardformer.discovery.example_inputs import Forward, draw_like, make_forward_fn
 from shardformer.discovery.forward_trace import LayerListTrace
 from shardformer.discovery.reduced_model import (
     RELATIVE,
@@ -131,7 +131,7 @@ def validate_sharding(
         model = copy_with_shared_weights(reference.model)
         shard_fn(model, context)
         untested = []
-        for expected in (reference, *reference.further_batches):
+        for expected in (reference, *reference.long_batches, *reference.further_batches):
             model.zero_grad()
             untested.append(compare_training(expected, model))
         untested_by_rank.append(set.intersection(*untested))
@@ -379,7 +379,7 @@ def _validate_context_parallel_uncached(
         reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextParallelValidationResult(error.what)
-    reference = reduced.compute_reference_gradients()
+    reference = reduced.add_long_batch(reduced.compute_reference_gradients())
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     stacks = [LayerListTrace(reference, stack.layers) for stack in bound.stacks()]
@@ -535,7 +535,7 @@ def _make_larger_batch_forward_fn(reduced: ReducedModel) -> Forward:
     """Return a function that runs the model on the example batch plus one sample."""
     count = reduced.num_samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
-    return make_forward_fn(reduced.model, more)
+    return draw_like(reduced.forward_fn, make_forward_fn(reduced.model, more))
 
 
 def _find_argument_batch_dims(

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import all_reduce
+from shardformer.context_parallel.method import ContextParallelSizes
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.reduced_model import reduce_model
+from shardformer.discovery.validation import validate_context_parallel
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import fork_rng_with_seed, get_rng_states
-from tests.policies.toy import ToyLM, toy_batch
+from tests.policies.toy import HIDDEN, Layer, ToyLM, toy_batch
 
 
 class Masked(ToyLM):
@@ -110,3 +115,81 @@ def test_deriving_a_policy_keeps_the_random_states() -> None:
     after = get_rng_states()
     assert torch.equal(before[0][0], after[0][0]) and before[2] == after[2]
     assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+
+
+OWN = torch.Generator()
+DROPS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "rand": lambda x, p: x * (torch.rand(len(x), 1, 1) >= p) / (1 - p),
+    "bernoulli_": lambda x, p: x * x.new_empty(len(x), 1, 1).bernoulli_(1 - p),
+    "bernoulli": lambda x, p: x * torch.bernoulli(torch.full((len(x), 1, 1), 1 - p)),
+    "dropout": lambda x, p: F.dropout(x, p),
+    "noise": lambda x, p: x + p * torch.randn_like(x),
+    "python": lambda x, p: x if random.random() >= p else x * 0,
+    "numpy": lambda x, p: x if numpy.random.rand() >= p else x * 0,
+    "own generator": lambda x, p: x * torch.randint(1, 99, (), generator=OWN),
+}
+REPRODUCIBLE = [name for name in DROPS if name != "own generator"]
+
+
+class DropLayer(Layer):
+    """Drops branches at random in training mode, optionally with a BatchNorm over all tokens."""
+
+    rate = 0.3
+    drop = "rand"
+
+    def __init__(self, batch_norm: bool) -> None:
+        super().__init__()
+        if batch_norm:
+            self.norm2 = nn.BatchNorm1d(HIDDEN)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._maybe_drop(self.attn(self.norm1(x)))
+        has_batch_norm = isinstance(self.norm2, nn.BatchNorm1d)
+        y = self.norm2(x.transpose(1, 2)).transpose(1, 2) if has_batch_norm else self.norm2(x)
+        return x + self._maybe_drop(self.mlp(y))
+
+    def _maybe_drop(self, x: Tensor) -> Tensor:
+        return DROPS[self.drop](x, self.rate) if self.training else x
+
+
+def make_dropping_model(drop: str, rate: float, batch_norm: bool) -> ToyLM:
+    torch.manual_seed(0)
+    model = ToyLM()
+    model.layers = nn.ModuleList(DropLayer(batch_norm) for _ in range(2))
+    for layer in model.layers:
+        layer.drop, layer.rate = drop, rate
+    return model
+
+
+@pytest.mark.parametrize(
+    ("drop", "rate"), [*product(REPRODUCIBLE, [0.3]), ("rand", 0.8), ("numpy", 0.8), ("python", 0.8)]
+)
+def test_sequence_parallelism_is_refused_if_only_random_training_mixes_tokens(drop: str, rate: float) -> None:
+    model = make_dropping_model(drop, rate, batch_norm=True)
+    batch = {"ids": toy_batch(0)["ids"]}
+    assert reduce_model(model, batch).model.training
+    policy = derive_policy(model, batch=batch)
+    assert policy.no_sequence_parallel is not None and policy.no_pipeline is None and policy.stack.blocks
+
+
+@pytest.mark.parametrize("drop", ["noise", "dropout", "python"])
+def test_random_training_without_token_mixing_supports_all_layouts(drop: str) -> None:
+    policy = derive_policy(make_dropping_model(drop, 0.3, batch_norm=False), batch={"ids": toy_batch(0)["ids"]})
+    assert policy.no_sequence_parallel is None and policy.no_pipeline is None and "MLP" in str(policy)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_context_parallelism_is_validated_in_random_training(batch_norm: bool) -> None:
+    model = make_dropping_model("noise", 0.3, batch_norm)
+    policy = derive_policy(model, batch={"ids": toy_batch(0)["ids"]})
+    found = validate_context_parallel(model, policy, ContextParallelSizes(2, 1, False))
+    assert (found.failure is not None) == batch_norm, found
+
+
+def test_a_policy_that_was_validated_in_eval_mode_only_has_a_note() -> None:
+    model = make_dropping_model("rand", 0.3, batch_norm=False)
+    batch = {"ids": toy_batch(0)["ids"]}
+    assert "eval mode only" not in str(derive_policy(model, batch=batch).notes)
+    for layer in model.layers:
+        layer.drop = "own generator"
+    assert "eval mode only" in str(derive_policy(model, batch=batch).notes)

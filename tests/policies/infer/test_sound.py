@@ -75,10 +75,12 @@ def test_validation_uses_a_training_call() -> None:
     assert output.loss.requires_grad and torch.equal(output.loss, reduced.forward_fn(reduced.model).loss)
 
 
-def test_a_random_reduced_model_is_validated_in_eval_mode() -> None:
+def test_a_reduced_model_whose_training_cannot_be_repeated_is_validated_in_eval_mode() -> None:
+    generator = torch.Generator()
+
     class Noisy(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input + torch.rand(()) * self.training)
+            return super().forward(input + torch.randint(99, (), generator=generator) * self.training)
 
     batch = {"input": torch.ones(2, 3)}
     assert not reduce_model(Noisy(3, 4), batch).model.training
