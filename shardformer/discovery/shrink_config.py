@@ -538,11 +538,36 @@ def _infer_values_of_equal_fields(
 
 
 def _choose_small_head_counts(head_counts: set[int], target_sizes: ReducedModelSizes) -> dict[int, int]:
-    """Choose small head counts that divide each other as the original head counts do."""
+    """Choose small head counts that differ, and divide each other as the original head counts do."""
     ordered = sorted(head_counts)
     small = dict.fromkeys(ordered, target_sizes.num_heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):
         small[ordered[0]] = target_sizes.fewer_heads
     if len(ordered) > 2 and any(ordered[-1] % value == 0 for value in ordered[1:-1]):
         small[ordered[-1]] = target_sizes.more_heads
+    for at, value in enumerate(ordered):
+        if small[value] in [small[other] for other in ordered[at + 1 :]]:
+            small[value] = _choose_unused_head_count(value, small, target_sizes)
     return small
+
+
+def _choose_unused_head_count(head_count: int, small_counts: Mapping[int, int], target_sizes: ReducedModelSizes) -> int:
+    """Choose an unused divisor of the hidden size, or return the current choice if none divides as ``head_count`` does.
+
+    If two config fields had equal values in the small model, a policy could name the wrong one of them.
+    """
+    others = {value: small for value, small in small_counts.items() if value != head_count}
+
+    def divides_as_original(candidate: int) -> bool:
+        return all(
+            (value % head_count or small % candidate == 0) and (head_count % value or candidate % small == 0)
+            for value, small in others.items()
+        )
+
+    def rank(candidate: int) -> tuple[int, int]:
+        divisible = sum(small % candidate == 0 or candidate % small == 0 for small in others.values())
+        return divisible, abs(candidate - target_sizes.num_heads)
+
+    divisors = [n for n in range(2, target_sizes.hidden_size) if target_sizes.hidden_size % n == 0]
+    unused = [n for n in divisors if n not in others.values() and divides_as_original(n)]
+    return min(unused, key=rank, default=small_counts[head_count])
