@@ -165,7 +165,8 @@ class _PipelineStageAssignmentSearch:
         """Assign modules to stages by call order if they were registered in a different order."""
         chain = self._build_layer_sequence(layer_stacks)
         owners, outside = map_tensors_to_layers(self._model, chain), self._find_module_paths_outside_layers(chain)
-        calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths))
+        readers = [stack.context[0] for stack in chain.stacks if stack.context is not None]
+        calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths, *readers))
         out, ranges = list(layer_stacks), chain.get_stack_layer_ranges()
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in outside):
@@ -176,14 +177,13 @@ class _PipelineStageAssignmentSearch:
             if at > bounds[-1][1] and unit != ranges[-1][-1]:
                 out[-1] = _add_module_to_last_layer(out[-1], own)
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
-                if not before[1] < at < after[0]:
-                    continue
-                if out[i + 1].cross_states is not None:  # the next stack has its own embeddings
-                    out[i + 1] = (
-                        _add_module_to_first_layer(out[i + 1], own) if unit in ranges[i + 1][1:] else out[i + 1]
-                    )
-                elif unit != ranges[i][-1]:
+                context = chain.stacks[i + 1].context
+                # the stage of the first stack sends the hidden states, or the context when the second stack reads it
+                sent_at = calls.index(context[0]) if context is not None and context[0] in calls else after[0]
+                if before[1] < at < sent_at and unit != ranges[i][-1]:
                     out[i] = _add_module_to_last_layer(out[i], own)
+                if sent_at < at < after[0] and unit in ranges[i + 1][1:]:
+                    out[i + 1] = _add_module_to_first_layer(out[i + 1], own)
         return out
 
     def _share_first_layer_embeddings(self, layer_stacks: LayerStacks) -> LayerStacks:

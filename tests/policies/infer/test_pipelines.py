@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,8 +121,30 @@ def test_layers_of_both_the_encoder_and_the_decoder_are_split(name: str) -> None
     )  # fmt: skip
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double()
-    batch, policy = tokens(0), type(derive_pipeline_only_policy(model))
+    policy = type(derive_pipeline_only_policy(model))
     assert [stack.layers for stack in get_layer_stacks(policy)] == ["model.encoder.layers", "model.decoder.layers"]
+    check_training(model, policy, pipe_sizes=(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_encoder_and_a_decoder_of_different_hidden_sizes_are_split() -> None:
+    """The small version must also have the projection between them."""
+    sizes = {"vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0}
+    sizes["attention_probs_dropout_prob"] = 0.0
+    encoder = transformers.BertConfig(hidden_size=24, num_attention_heads=4, intermediate_size=40, **sizes)
+    decoder = transformers.BertConfig(hidden_size=30, num_attention_heads=5, intermediate_size=44, **sizes)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = transformers.EncoderDecoderModel(config=config).double()
+    policy = type(derive_pipeline_only_policy(model))
+    assert policy.no_pipeline is None
+    assert "enc_to_dec_proj" in get_layer_stacks(policy)[0].stages.with_last_layer
+    check_training(model, policy, pipe_sizes=(2,))
+
+
+def check_training(model: nn.Module, policy: type[RolePolicy], pipe_sizes: Sequence[int]) -> None:
+    """Train a step with each number of stages, and compare the loss and the weights with one process."""
+    batch, unsharded = tokens(0), copy.deepcopy(model)
 
     def train(context: ParallelContext) -> tuple[float, Mapping[str, Tensor]]:
         sharded = shard_model(copy.deepcopy(model), policy, context=context)
@@ -131,11 +153,10 @@ def test_layers_of_both_the_encoder_and_the_decoder_are_split(name: str) -> None
         optimizer.step()
         return float(loss), full_state_dict(sharded)
 
-    unsharded = copy.deepcopy(model)
     expected = unsharded(**batch).loss
     expected.backward()
     torch.optim.SGD(unsharded.parameters(), lr=0.1).step()
-    for pipe in (2, 4):
+    for pipe in pipe_sizes:
         for loss, found in run_as_threads(train, pipe=pipe):
             assert loss == pytest.approx(expected.item(), rel=1e-12)
             torch.testing.assert_close(dict(found), dict(unsharded.state_dict()), rtol=1e-9, atol=1e-12)
