@@ -72,17 +72,17 @@ def iter_possible_head_counts(
     """Yield possible head counts of an attention module, most likely first.
 
     Args:
-        head_dim: the traced number of features per head. For a model without a config, the head count that matches it
-            comes first.
+        head_dim: the traced number of features per head, or 0. Head counts that match it come first.
     """
     config: Any = getattr(model, "config", None)
     usual = [get_uniform_config_field(config, name) for name in HEAD_COUNT_FIELDS]
     heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
     heads_of |= _find_head_count_candidates(config, model.get_submodule(module_path))
     usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
-    if config is None and head_dim and attention_width % head_dim == 0:
+    if head_dim and attention_width % head_dim == 0:
         seen = attention_width // head_dim
-        heads_of = dict(sorted({**heads_of, str(seen): seen}.items(), key=lambda item: item[1] != seen))
+        heads_of |= {str(seen): seen} if config is None else {}
+        heads_of = dict(sorted(heads_of.items(), key=lambda item: item[1] != seen))
     found = set()
     for (name, heads), (kv_name, kv_heads) in product(heads_of.items(), [("", 0), *heads_of.items(), ("1", 1)]):
         kv = kv_heads or heads

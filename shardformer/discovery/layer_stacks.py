@@ -113,12 +113,15 @@ class _PipelineStageAssignmentSearch:
     def _iter_possible_stage_assignments(self, layer_stacks: LayerStacks) -> Iterator[LayerStacks]:
         """Yield possible assignments of modules to pipeline stages, starting with the simplest."""
         placed = self._assign_stages_by_call_order(layer_stacks)
+        crossed = self._assign_stages_by_call_order(self._add_cross_attention_inputs(layer_stacks))
         from_first = self._share_first_layer_embeddings(placed)
         ways = [
             placed,
             self._add_cross_attention_inputs(placed),
+            crossed,
             from_first,
             self._add_cross_attention_inputs(from_first),
+            self._share_first_layer_embeddings(crossed),
         ]
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
@@ -162,24 +165,25 @@ class _PipelineStageAssignmentSearch:
         """Assign modules to stages by call order if they were registered in a different order."""
         chain = self._build_layer_sequence(layer_stacks)
         owners, outside = map_tensors_to_layers(self._model, chain), self._find_module_paths_outside_layers(chain)
-        calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths))
-        out, end = list(layer_stacks), len(chain.called_layer_paths) - 1
+        readers = [stack.context[0] for stack in chain.stacks if stack.context is not None]
+        calls = _record_call_order(self._last_reference, (*outside, *chain.called_layer_paths, *readers))
+        out, ranges = list(layer_stacks), chain.get_stack_layer_ranges()
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in outside):
             at, own = calls.index(path), self._strip_base_prefix(path)
             unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
-            if at < bounds[0][0] and unit == end:
-                out[0] = _replace_pipeline_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
-            if at > bounds[-1][1] and unit != end:
-                out[-1] = _replace_pipeline_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
+            if at < bounds[0][0] and unit in (*ranges[0][1:], ranges[-1][-1]):
+                out[0] = _add_module_to_first_layer(out[0], own)
+            if at > bounds[-1][1] and unit != ranges[-1][-1]:
+                out[-1] = _add_module_to_last_layer(out[-1], own)
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
-                # modules between two stacks run on the last stage of the first stack
-                if (
-                    before[1] < at < after[0]
-                    and out[i + 1].cross_states is None
-                    and unit != chain.stack_start_indices[i + 1] - 1
-                ):
-                    out[i] = _replace_pipeline_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
+                context = chain.stacks[i + 1].context
+                # the stage of the first stack sends the hidden states, or the context when the second stack reads it
+                sent_at = calls.index(context[0]) if context is not None and context[0] in calls else after[0]
+                if before[1] < at < sent_at and unit != ranges[i][-1]:
+                    out[i] = _add_module_to_last_layer(out[i], own)
+                if sent_at < at < after[0] and unit in ranges[i + 1][1:]:
+                    out[i + 1] = _add_module_to_first_layer(out[i + 1], own)
         return out
 
     def _share_first_layer_embeddings(self, layer_stacks: LayerStacks) -> LayerStacks:
@@ -203,6 +207,14 @@ class _PipelineStageAssignmentSearch:
             if is_open and (found := _find_cross_attention_input(self._reference, before, layers)):
                 out[at] = replace(out[at], cross_states=(self._strip_base_prefix(found[0]), found[1]))
         return out
+
+
+def _add_module_to_first_layer(stack: LayerStack, module_path: str) -> LayerStack:
+    return _replace_pipeline_hints(stack, with_first_layer=(*stack.stages.with_first_layer, module_path))
+
+
+def _add_module_to_last_layer(stack: LayerStack, module_path: str) -> LayerStack:
+    return _replace_pipeline_hints(stack, with_last_layer=(*stack.stages.with_last_layer, module_path))
 
 
 def _replace_pipeline_hints(stack: LayerStack, **hints: Any) -> LayerStack:

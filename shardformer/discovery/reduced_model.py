@@ -32,7 +32,13 @@ from shardformer.discovery.example_inputs import (
     iter_batches_with_labels,
     make_forward_fn,
 )
-from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, find_layer_kinds, get_num_layers_to_keep
+from shardformer.discovery.shrink_config import (
+    SMALL_NUMEL,
+    ConfigShrinker,
+    find_layer_kinds,
+    find_missing_module_paths,
+    get_num_layers_to_keep,
+)
 from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
 from shardformer.meta_init.lazy_init import copy_and_materialize, has_deferred_weights
@@ -516,10 +522,10 @@ def _iter_reduced_model_builders(model: nn.Module) -> Iterator[Callable[[], nn.M
         return
     shrinker = ConfigShrinker(model)
     # with the default number of layers, or as many as needed for one of each kind
-    for recompute_derived, even, layers in product(
-        (False, True), (False, True), dict.fromkeys((0, get_num_layers_to_keep(model)))
-    ):
-        yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
+    separate = (False, True) if shrinker.has_different_hidden_sizes else (False,)
+    names = ("separate_hidden_sizes", "recompute_derived", "even", "layers")
+    for values in product(separate, (False, True), (False, True), dict.fromkeys((0, get_num_layers_to_keep(model)))):
+        yield partial(_build_reduced_model, shrinker, **dict(zip(names, values, strict=True)))
 
 
 def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.Module:
@@ -531,6 +537,8 @@ def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
         raise ValueError(f"A small version of the model has {numel:,} parameters, more than {SMALL_NUMEL:,}.")
+    if missing := find_missing_module_paths(model, shrinker.full_width_model):
+        raise ValueError(f"A small version of the model lacks {missing[0]}.")
     return model
 
 

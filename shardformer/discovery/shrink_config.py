@@ -51,6 +51,14 @@ def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
     )
 
 
+def find_missing_module_paths(reduced_model: nn.Module, model: nn.Module) -> list[str]:
+    """Return the paths of modules outside the module lists that have parameters, but no reduced version."""
+    paths = {re.sub(r"\d+", "*", path) for path, _ in reduced_model.named_modules()}
+    lists = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    outside = [path for path, m in model.named_modules() if m._parameters and not path.startswith(lists)]
+    return [path for path in outside if re.sub(r"\d+", "*", path) not in paths]
+
+
 def get_num_layers_to_keep(model: nn.Module) -> int:
     """Return how many layers a small version of a model must keep to include each kind of layer.
 
@@ -218,6 +226,7 @@ class ReducedModelSizes:
     num_positions: int = 64
     fewer_channels: int = 1  # divisor of the channels
     num_experts: int = 16
+    separate_hidden_sizes: bool = False  # whether nested configs with different hidden sizes keep different sizes
 
     @property
     def hidden_size(self) -> int:
@@ -250,6 +259,7 @@ class ConfigShrinker:
         every = self._get_config_with_fewer_layers(0, 1)
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
             every = self._get_config_with_fewer_layers(count_first_layers_covering_all_kinds(model), 1)
+        self.full_width_model = self.make(copy.deepcopy(every))
         measurements = config_fields.measure_config_field_effects(self.make, every)
         self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.infer_field_meanings(self.fields)
@@ -261,21 +271,36 @@ class ConfigShrinker:
             )
         return self._few[num_first_layers, num_layers_per_kind]
 
+    @property
+    def has_different_hidden_sizes(self) -> bool:
+        """Whether nested configs have different hidden sizes, as for a small encoder and a large decoder."""
+        hidden = [field for field in self.fields if self.kinds.get(field.path) is ConfigFieldMeaning.HIDDEN]
+        return len({_find_main_hidden_size(field, hidden) for field in hidden}) > 1
+
     def count_model_parameters(self, config: PreTrainedConfig) -> int:
         try:
             return sum(p.numel() for p in self.make(copy.deepcopy(config)).parameters())
         except Exception:  # building the model reports the error
             return 0
 
-    def make_small_config(self, *, even: bool = False, layers: int = 0, recompute_derived: bool = False) -> Any:
+    def make_small_config(
+        self,
+        *,
+        even: bool = False,
+        layers: int = 0,
+        recompute_derived: bool = False,
+        separate_hidden_sizes: bool = False,
+    ) -> Any:
         """Create a config with few layers and small sizes, in which head counts still divide each other.
 
         Args:
             even: whether to use the sizes ``EVEN`` instead of ``ODD``.
             layers: the number of first layers to keep. 0 keeps one of each kind that the config's lists distinguish.
             recompute_derived: whether to recompute derived fields of the config from the reduced fields.
+            separate_hidden_sizes: whether nested configs with different hidden sizes keep different sizes.
         """
-        sizes = replace(EVEN if even else ODD, words=MANY_WORDS if recompute_derived else ODD.words)
+        words = MANY_WORDS if recompute_derived else ODD.words
+        sizes = replace(EVEN if even else ODD, words=words, separate_hidden_sizes=separate_hidden_sizes)
         every = {path for path, _ in config_fields.iter_int_and_uniform_list_fields(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
@@ -453,11 +478,18 @@ def _choose_small_hidden_size(
     field: IntConfigField, all_fields: Sequence[IntConfigField], target_sizes: ReducedModelSizes
 ) -> int:
     """Choose a small hidden size, and preserve whether it is larger or smaller than the main hidden size."""
+    most = _find_main_hidden_size(field, all_fields)
+    every = sorted({_find_main_hidden_size(other, all_fields) for other in all_fields})
+    factor = 1 + every.index(most) if target_sizes.separate_hidden_sizes else 1
+    return factor * target_sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
+
+
+def _find_main_hidden_size(field: IntConfigField, all_fields: Sequence[IntConfigField]) -> int:
+    """Return the hidden size on which most matrices of the field's config or nested config depend."""
     matrices: dict[int, set[str]] = {}
     for other in filter_fields_of_same_config(field, all_fields):
         matrices.setdefault(other.value, set()).update(other.get_dependent_matrix_names())
-    most = max(matrices, key=lambda value: len(matrices[value]))
-    return target_sizes.hidden_size * (1 + (field.value > most)) // (1 + (field.value < most))
+    return max(matrices, key=lambda value: len(matrices[value]))
 
 
 def _count_parts_per_head(field: IntConfigField, sibling_fields: Sequence[IntConfigField]) -> int:
@@ -538,11 +570,36 @@ def _infer_values_of_equal_fields(
 
 
 def _choose_small_head_counts(head_counts: set[int], target_sizes: ReducedModelSizes) -> dict[int, int]:
-    """Choose small head counts that divide each other as the original head counts do."""
+    """Choose small head counts that differ, and divide each other as the original head counts do."""
     ordered = sorted(head_counts)
     small = dict.fromkeys(ordered, target_sizes.num_heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):
         small[ordered[0]] = target_sizes.fewer_heads
     if len(ordered) > 2 and any(ordered[-1] % value == 0 for value in ordered[1:-1]):
         small[ordered[-1]] = target_sizes.more_heads
+    for at, value in enumerate(ordered):
+        if small[value] in [small[other] for other in ordered[at + 1 :]]:
+            small[value] = _choose_unused_head_count(value, small, target_sizes)
     return small
+
+
+def _choose_unused_head_count(head_count: int, small_counts: Mapping[int, int], target_sizes: ReducedModelSizes) -> int:
+    """Choose an unused divisor of the hidden size, or return the current choice if none divides as ``head_count`` does.
+
+    If two config fields had equal values in the small model, a policy could name the wrong one of them.
+    """
+    others = {value: small for value, small in small_counts.items() if value != head_count}
+
+    def divides_as_original(candidate: int) -> bool:
+        return all(
+            (value % head_count or small % candidate == 0) and (head_count % value or candidate % small == 0)
+            for value, small in others.items()
+        )
+
+    def rank(candidate: int) -> tuple[int, int]:
+        divisible = sum(small % candidate == 0 or candidate % small == 0 for small in others.values())
+        return divisible, abs(candidate - target_sizes.num_heads)
+
+    divisors = [n for n in range(2, target_sizes.hidden_size) if target_sizes.hidden_size % n == 0]
+    unused = [n for n in divisors if n not in others.values() and divides_as_original(n)]
+    return min(unused, key=rank, default=small_counts[head_count])

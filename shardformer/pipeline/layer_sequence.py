@@ -200,6 +200,11 @@ class LayerSequence:
         """Index of the first layer of each stack, such as encoder or decoder, in the full sequence of layers."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
+    def get_stack_layer_ranges(self) -> list[LayerRange]:
+        """Return the range of layer indices of each stack."""
+        starts = self.stack_start_indices
+        return [LayerRange(a, a + len(s.layer_calls)) for a, s in zip(starts, self.stacks, strict=True)]
+
     def find_stack_index(self, layer_index: int) -> int:
         """Find the stack, such as encoder or decoder, that contains the layer at ``layer_index`` in the sequence."""
         return max(i for i, start in enumerate(self.stack_start_indices) if start <= layer_index)

@@ -457,13 +457,15 @@ class StageForward:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Raise ConfigError if a layer argument is NaN because only another pipeline stage can compute it."""
+        if not self._placeholders:
+            return
         path = self._chain.called_layer_paths[layer_index]
         names = list(inspect.signature(original_forward).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = get_first_tensor_arg(args, kwargs)
         for name, value in arguments:
             may_be_nan = value is hidden and (
-                not forward_state.is_computed or layer_index == forward_state.span.start > 0 or not self._placeholders
+                not forward_state.is_computed or layer_index == forward_state.span.start > 0
             )
             if not may_be_nan and any(map(has_nan, tree_leaves(value))):
                 raise _make_missing_argument_error(path, name)

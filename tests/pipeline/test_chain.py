@@ -217,6 +217,23 @@ def test_argument_from_another_stage_raises(before: int) -> None:
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
 
 
+class ScaledLinear(nn.Linear):
+    """Linear layer with a scale argument."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if scale is None else super().forward(x) * scale
+
+
+def test_nan_arguments_are_allowed_without_other_stages() -> None:
+    chain = LayerSequence((LayerStackDescription("0", layer_calls=("0.0",)),))
+    model = nn.Sequential(nn.ModuleList([ScaledLinear(4, 4)]))
+    span, nan = LayerRange(0, 1), torch.full((1, 4), torch.nan)
+    output, _ = make_stage(model, chain, span).run_stage_forward(
+        model, StageForwardState(span, {}), lambda: model[0][0](torch.ones(1, 4), scale=nan)
+    )
+    assert output.isnan().all()
+
+
 class Twice(nn.Module):
     """Runs its layers twice."""
 

@@ -13,11 +13,20 @@ from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import (
     VALIDATION_RANKS,
     _get_tp_sizes_for_role,
+    derive_policy,
     derive_policy_from_forward,
 )
 from shardformer.discovery.example_inputs import make_example_batches, make_forward_fn
 from shardformer.discovery.reduced_model import ReferenceGradients
-from shardformer.discovery.shrink_config import shrink_config
+from shardformer.discovery.shrink_config import (
+    EVEN as EVEN_SIZES,
+)
+from shardformer.discovery.shrink_config import (
+    ODD,
+    ReducedModelSizes,
+    _choose_small_head_counts,
+    shrink_config,
+)
 from shardformer.discovery.validation import validate_policy
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import FAMILIES
@@ -83,3 +92,31 @@ def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
         *_get_tp_sizes_for_role(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
     ] == [*VALIDATION_RANKS]
     assert [*_get_tp_sizes_for_role(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]
+
+
+@pytest.mark.parametrize("sizes", [ODD, EVEN_SIZES], ids=["odd", "even"])
+@pytest.mark.parametrize("counts", [{3, 4}, {2, 3, 5}, {3, 4, 8}, {8, 12, 32}], ids=str)
+def test_head_counts_of_a_reduced_model_differ_and_divide_as_the_original_ones(
+    counts: set[int], sizes: ReducedModelSizes
+) -> None:
+    small = _choose_small_head_counts(counts, sizes)
+    assert len(set(small.values())) == len(counts)
+    assert all(small[a] % small[b] == 0 for a in counts for b in counts if a % b == 0)
+
+
+@pytest.mark.full
+def test_decoder_heads_that_do_not_divide_the_encoder_heads_are_sharded() -> None:
+    config = transformers.BartConfig(
+        vocab_size=67, d_model=24, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=3, encoder_ffn_dim=40, decoder_ffn_dim=44, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config).double().eval()
+    policy = derive_policy(model)
+    reference = ReferenceGradients.from_model(model, make_forward_fn(model, make_example_batches(model)[0]))
+    for ranks in (2, 3):
+        assert validate_policy(reference, type(policy), ranks) is None
+    decoder = policy.stack[1]
+    assert [block.num_heads for block in decoder.blocks if isinstance(block, Attention)] == [
+        "decoder_attention_heads"
+    ] * 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.derive_policy import derive_policy, format_policy_class_source
+from shardformer.discovery.derive_policy import (
+    derive_pipeline_only_policy,
+    derive_policy,
+    format_policy_class_source,
+)
 from shardformer.discovery.shrink_config import shrink_config
+from shardformer.discovery.validation import get_layer_stacks
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -28,6 +34,7 @@ from shardformer.verify.comparison import Report
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatchFactory, SmallModelFactory
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
+from shardformer.weights.state_dict import full_state_dict
 
 CLASSES = {
     "olmo2": "Olmo2ForCausalLM",
@@ -102,6 +109,57 @@ def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool,
 def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerPool) -> None:
     with pytest.raises(ShardFormerError, match=r"ffns.*only on another pipeline stage"):
         report_of(pool2, "xlm", XLM)
+
+
+@pytest.mark.reduced(at_most=1)
+@pytest.mark.parametrize("name", ["Bart", "Mvp"])
+def test_layers_of_both_the_encoder_and_the_decoder_are_split(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=100, d_model=24, encoder_layers=3, decoder_layers=5, encoder_attention_heads=4, encoder_ffn_dim=40,
+        decoder_attention_heads=4, decoder_ffn_dim=44, max_position_embeddings=64, dropout=0.0, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double()
+    policy = type(derive_pipeline_only_policy(model))
+    assert [stack.layers for stack in get_layer_stacks(policy)] == ["model.encoder.layers", "model.decoder.layers"]
+    check_training(model, policy, pipe_sizes=(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_encoder_and_a_decoder_of_different_hidden_sizes_are_split() -> None:
+    """The small version must also have the projection between them."""
+    sizes = {"vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0}
+    sizes["attention_probs_dropout_prob"] = 0.0
+    encoder = transformers.BertConfig(hidden_size=24, num_attention_heads=4, intermediate_size=40, **sizes)
+    decoder = transformers.BertConfig(hidden_size=30, num_attention_heads=5, intermediate_size=44, **sizes)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = transformers.EncoderDecoderModel(config=config).double()
+    policy = type(derive_pipeline_only_policy(model))
+    assert policy.no_pipeline is None
+    assert "enc_to_dec_proj" in get_layer_stacks(policy)[0].stages.with_last_layer
+    check_training(model, policy, pipe_sizes=(2,))
+
+
+def check_training(model: nn.Module, policy: type[RolePolicy], pipe_sizes: Sequence[int]) -> None:
+    """Train a step with each number of stages, and compare the loss and the weights with one process."""
+    batch, unsharded = tokens(0), copy.deepcopy(model)
+
+    def train(context: ParallelContext) -> tuple[float, Mapping[str, Tensor]]:
+        sharded = shard_model(copy.deepcopy(model), policy, context=context)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        loss = Pipeline(sharded, micro_batches=2).step(batch)
+        optimizer.step()
+        return float(loss), full_state_dict(sharded)
+
+    expected = unsharded(**batch).loss
+    expected.backward()
+    torch.optim.SGD(unsharded.parameters(), lr=0.1).step()
+    for pipe in pipe_sizes:
+        for loss, found in run_as_threads(train, pipe=pipe):
+            assert loss == pytest.approx(expected.item(), rel=1e-12)
+            torch.testing.assert_close(dict(found), dict(unsharded.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.reduced(at_most=1)
