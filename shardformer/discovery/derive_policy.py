@@ -293,10 +293,7 @@ def derive_policy_from_forward(
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_derived_policy_class(model, blocks, vocabulary)
-        path_by_reason = {reason: path for path, reason in reversed(replicated.items()) if reason}
-        no_blocks = "; ".join(f"{path}: {reason}" for reason, path in sorted(path_by_reason.items()))
-        no_blocks = no_blocks or "no linear layer feeds another"
-        problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else no_blocks
+        problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else _format_no_blocks_reason(replicated)
         if problem is None:
             break
         if not (blocks or draft):
@@ -325,6 +322,12 @@ def derive_policy_from_forward(
     policy.notes = [*_format_derivation_notes(replicated, policy.no_pipeline), *mode, *unvalidated, *closest]
     policy.keep_replicated = _find_unsharded_weight_paths(model, policy())
     return policy
+
+
+def _format_no_blocks_reason(reason_by_path: Mapping[str, str]) -> str:
+    path_by_reason = {reason: path for path, reason in reversed(reason_by_path.items()) if reason}
+    found = "; ".join(f"{path}: {reason}" for reason, path in sorted(path_by_reason.items()))
+    return found or "no linear layer feeds another"
 
 
 def _make_derivation_error(

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
-from shardformer.discovery.config_fields import iter_int_fields, replace_config_fields
 from shardformer.discovery.example_inputs import (
     SEEDS,
     ConstantDrawsForward,
@@ -38,6 +37,7 @@ from shardformer.discovery.shrink_config import (
     find_layer_kinds,
     find_missing_module_paths,
     get_num_layers_to_keep,
+    match_image_and_text_widths,
 )
 from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
@@ -46,7 +46,7 @@ from shardformer.sharding.checks import has_library_forward
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_real_data, tree_leaves
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 RELATIVE = 1e-4
 """Tolerance relative to the largest value of a gradient. Some models cast to fp32, but real errors are much larger."""
@@ -533,29 +533,12 @@ def _build_reduced_model(shrinker: ConfigShrinker, **shrink_options: Any) -> nn.
     # matching the widths of submodels may reduce the model further
     if (numel := shrinker.count_model_parameters(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
-        model = _match_image_and_text_widths(model, small) if hasattr(model, "get_input_embeddings") else model
+        model = match_image_and_text_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
         raise ValueError(f"A small version of the model has {numel:,} parameters, more than {SMALL_NUMEL:,}.")
     if missing := find_missing_module_paths(model, shrinker.full_width_model):
         raise ValueError(f"A small version of the model lacks {missing[0]}.")
-    return model
-
-
-def _match_image_and_text_widths(model: nn.Module, small_config: PreTrainedConfig) -> nn.Module:
-    """Rebuild a multimodal model so that its image features match the size of its text embeddings, if possible."""
-    made = dict(example_inputs.iter_inputs_for_known_arguments(model))
-    if width := example_inputs.get_image_feature_dim(model, made):
-        for path, value in iter_int_fields(small_config):
-            if value == width and len(path) > 1:
-                try:
-                    other: nn.Module = type(model)(
-                        replace_config_fields(small_config, {path: example_inputs.get_text_embedding_dim(model)})
-                    )
-                    if not example_inputs.get_image_feature_dim(other, made):
-                        return other
-                except Exception:  # an unrelated field of the same value
-                    continue
     return model
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardformer.discovery import config_fields
+from shardformer.discovery import config_fields, example_inputs
 from shardformer.discovery.config_fields import (
     ConfigFieldMeaning,
     IntConfigField,
@@ -603,3 +603,22 @@ def _choose_unused_head_count(head_count: int, small_counts: Mapping[int, int], 
     divisors = [n for n in range(2, target_sizes.hidden_size) if target_sizes.hidden_size % n == 0]
     unused = [n for n in divisors if n not in others.values() and divides_as_original(n)]
     return min(unused, key=rank, default=small_counts[head_count])
+
+
+def match_image_and_text_widths(model: nn.Module, small_config: PreTrainedConfig) -> nn.Module:
+    """Rebuild a multimodal model so that its image features match the size of its text embeddings, if possible."""
+    made = dict(example_inputs.iter_inputs_for_known_arguments(model))
+    if width := example_inputs.get_image_feature_dim(model, made):
+        for path, value in config_fields.iter_int_fields(small_config):
+            if value == width and len(path) > 1:
+                try:
+                    other: nn.Module = type(model)(
+                        config_fields.replace_config_fields(
+                            small_config, {path: example_inputs.get_text_embedding_dim(model)}
+                        )
+                    )
+                    if not example_inputs.get_image_feature_dim(other, made):
+                        return other
+                except Exception:  # an unrelated field of the same value
+                    continue
+    return model
