@@ -324,7 +324,7 @@ def derive_policy_from_forward(
     return policy
 
 
-def _format_no_blocks_reason(reason_by_path: Mapping[str, str]) -> str:
+def _format_no_blocks_reason(reason_by_path: dict[str, str]) -> str:
     path_by_reason = {reason: path for path, reason in reversed(reason_by_path.items()) if reason}
     found = "; ".join(f"{path}: {reason}" for reason, path in sorted(path_by_reason.items()))
     return found or "no linear layer feeds another"
