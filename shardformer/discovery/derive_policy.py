@@ -628,7 +628,8 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyDerivatio
         remedy="Pass a small example batch that is identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
-        "On the command line, pass FILE.py:function, where the function returns (model_fn, batch_fn).",
+        "On the command line, pass FILE.py:function, where the function returns (model_fn, batch_fn). You can also "
+        "write a policy (docs/policies.md).",
     )
 
 

@@ -259,7 +259,7 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Initialize torch.distributed in launched processes, and arrange them in a mesh.
+    """Initialize torch.distributed and arrange the processes in a mesh, by default all on the tensor axis.
 
     By default, all processes are on the tensor axis. Works under ``shardformer run``, torchrun and SLURM (srun).
 

@@ -579,11 +579,11 @@ class Pipeline:
             watch.rounds_of_stages = max(row[STEPS] for row in rows)
         if any(row[:-2] != rows[0][:-2] for row in rows):
             raise _make_stage_mismatch_error(rows, axis)
+        stages = tuple(row[-2] for row in rows)
+        self._update_after_casts_and_freezes(stages)
         for number, ranks in enumerate(groups, len(local)):
             if len({gathered[rank][number] for rank in ranks}) > 1:
                 self._raise_shared_weights_differ(ranks)
-        stages = tuple(row[-2] for row in rows)
-        self._update_after_casts_and_freezes(stages)
         key = (*modes, stages, self._num_requires_grad_changes)
         return [(s, key) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 

@@ -121,8 +121,8 @@ def test_without_matplotlib_the_table_and_the_extra_are_printed(
     [
         (("first", "--values", "los"), "Did you mean 'loss'?"),
         (("first", "--values", "loss,"), "--values has no metric ''"),
-        (("third",), "'third' does not exist"),
-        (("first", "frist"), "'frist' does not exist"),
+        (("third",), "from 'third', because this path does not exist"),
+        (("first", "frist"), "from 'frist', because this path does not exist"),
         (("first", "first/log"), "was passed twice"),
         (("first", "./first/log/../log"), "was passed twice"),
         (("empty",), "No metrics have been recorded in empty"),

@@ -305,7 +305,7 @@ def test_recompilation_limit_is_reported_with_the_reason() -> None:
         expected = train(model_of("llama", context), context, lengths=(13, 11, 12))
         with pytest.warns(
             UserWarning,
-            match=r"^model.layers.0 runs some calls without compilation, .* limit of 1 compiled graphs \(.*size",
+            match=r"^The layer model.layers.0 runs some calls without .* limit of 1 compiled graphs \(.*size",
         ):
             found = train(model, context, lengths=(13, 11, 12))
         (stack,) = get_layer_stack_compilers(model)
@@ -354,7 +354,7 @@ def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward_pass() -> N
         before = norm.forward
         norm.forward = lambda x: before(x) * (2.0 if x.sum().item() > 0 else 1.0)
         with pytest.raises(
-            ConfigError, match=r"^model.layers.1 \(LlamaDecoderLayer\) cannot be compiled as one graph: "
+            ConfigError, match=r"^The layer model.layers.1 \(LlamaDecoderLayer\) cannot be compiled as one graph: "
         ):
             train(model, context)
 

@@ -21,8 +21,7 @@ def next_token_loss(output: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["ids"].roll(-1, 1).flatten())
 
 
-def train(context: ParallelContext | None, layouts: list[dict[str, Any]], shifts_tokens: bool = False) -> list[float]:
-    model = Model(shifts_tokens=shifts_tokens).double()
+def train(context: ParallelContext | None, layouts: list[dict[str, Any]], model: nn.Module) -> list[float]:
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
     engine = shardformer.initialize(model, optimizer, next_token_loss, parallel=layouts[0], context=context)
     for step, layout in enumerate(layouts):
@@ -45,16 +44,20 @@ PATHS = {
 def test_losses_equal_those_of_one_process(path: list[dict[str, Any]]) -> None:
     layouts = [path[0], path[0], path[1], path[1]]
     axes = {name: path[0].get(name, 1) for name in ("data", "tensor")}
-    expected = train(None, [{}] * 4)
-    assert run_as_threads(lambda c: train(c, layouts), **axes) == [pytest.approx(expected, abs=1e-9)] * 2
+    expected = train(None, [{}] * 4, Model().double())
+    models = [Model().double() for _ in range(2)]  # threads share the random generator
+    found = run_as_threads(lambda c: train(c, layouts, models[c.rank]), **axes)
+    assert found == [pytest.approx(expected, abs=1e-9)] * 2
 
 
 def test_a_layout_that_the_model_does_not_support_is_refused() -> None:
+    models = [Model(shifts_tokens=True).double() for _ in range(2)]
+
     def reshard(context: ParallelContext) -> None:
         with pytest.raises(
             shardformer.ShardFormerError, match=r"the output differs|differs from that of the unsharded"
         ):
-            train(context, [{"data": 2}, {"tensor": 2, "sequence_parallel": True}], shifts_tokens=True)
+            train(context, [{"data": 2}, {"tensor": 2, "sequence_parallel": True}], models[context.rank])
 
     run_as_threads(reshard, data=2)
 

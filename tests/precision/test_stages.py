@@ -155,7 +155,7 @@ def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
         if context.pipe.rank == 0:
             ours.transformer.word_embeddings.to(torch.bfloat16)
         with pytest.raises(
-            InputError, match=r"word_embeddings.weight has dtype torch.bfloat16 on stage 0, but torch.float32"
+            InputError, match=r"word_embeddings.weight has dtype torch.bfloat16 on pipeline stage 0, but"
         ):
             Pipeline(ours, 2).step(batch)
 

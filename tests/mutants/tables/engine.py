@@ -46,8 +46,8 @@ MUTANTS = [
     mutant(
         "scheduler-moves-on-skipped-steps",
         "shardformer/training/engine.py",
-        'if is_updated and self.scheduler_every == "step":',
-        'if self.scheduler_every == "step":',
+        'if is_updated:\n            self._step_schedulers("step")',
+        'if True:\n            self._step_schedulers("step")',
         "The scheduler steps after skipped steps.",
         first=(
             "tests/engine/test_engine.py::test_the_scheduler_does_not_step_after_a_skipped_step",
