@@ -40,6 +40,7 @@ PATHS = {
 }
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_losses_equal_those_of_one_process(path: list[dict[str, Any]]) -> None:
     layouts = [path[0], path[0], path[1], path[1]]
