@@ -210,7 +210,7 @@ class _StoredAndRequestedChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, tensor_name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Split the requested chunks into smaller chunks, each of which is stored entirely by the same ranks.
+        """Split the requested chunks so that the same ranks store all elements of a smaller chunk.
 
         Yields (chunk, owners, targets).
         """
@@ -290,7 +290,7 @@ def _split_chunk_by_owners(
     are_owned_chunks_disjoint: bool = False,
     owner_ranks: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into smaller chunks, each of which is stored entirely by the same ranks.
+    """Split ``chunk`` so that the same ranks store all elements of a smaller chunk.
 
     Yields (smaller chunk, owners). The chunks in ``owned_chunks`` are inside ``chunk``. If they overlap each other, the
     middle one divides the others recursively.

@@ -238,8 +238,9 @@ class RankConsistencyMonitor:
         return self._hash_weights(f"weights {axis.name}", self._get_weights_to_compare(axis))
 
     def hash_shared_weights(self, stages: tuple[int, ...], shared_entries: Sequence[ParamEntry]) -> int:
-        """Hash a slice of the weights that the pipeline stages ``stages`` share. All of them must make this call."""
-        if self.state.parameter_owner is not None or not all(has_real_data(entry.param) for entry in shared_entries):
+        """Hash a slice of the weights that pipeline stages share. All of these stages must call this method."""
+        values_are_known = all(has_real_data(entry.param) for entry in shared_entries)
+        if not shared_entries or self.state.parameter_owner is not None or not values_are_known:
             return 0
         key = f"stages {stages}"
         if key not in self._parts:
@@ -396,7 +397,7 @@ def get_numeric_options(param_group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _split_weights_into_per_step_slices(param_entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
-    """Split the replicated weights into up to 100 groups, of which each training step compares one."""
+    """Split the replicated weights into up to 100 groups. Each training step compares one group."""
     total = sum(e.param.numel() * e.param.element_size() for e in param_entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []

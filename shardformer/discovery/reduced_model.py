@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from shardformer.discovery.shrink_config import (
     find_missing_module_paths,
     get_num_layers_to_keep,
     match_image_and_text_widths,
+    replace_numbers,
 )
 from shardformer.errors import ConfigError, PolicyError, get_first_message_line
 from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, get_special_token_ids
@@ -137,17 +137,13 @@ class ReferenceGradients:
         found: dict[str, bool] = {}
         for name, g in self.gradients.items():
             if g is not None and g.numel():
-                pattern = _replace_digits(name)
+                pattern = replace_numbers(name)
                 found[pattern] = found.get(pattern, True) and not g.any()
         return {pattern for pattern, is_zero in found.items() if is_zero}
 
     def is_gradient_always_zero(self, param_name: str) -> bool:
         """Return whether the gradients of a parameter, and of the same parameter in other layers, are exactly 0."""
-        return _replace_digits(param_name) in self.zero_gradient_patterns
-
-
-def _replace_digits(path: str) -> str:
-    return re.sub(r"\d+", "*", path)
+        return replace_numbers(param_name) in self.zero_gradient_patterns
 
 
 def compute_gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -233,7 +229,7 @@ def copy_patched_forward_methods(reduced_model: nn.Module, model: nn.Module) -> 
 
 def _count_patched_forward_methods(model: nn.Module) -> Counter[tuple[str, Any]]:
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
-    return Counter((_replace_digits(path), getattr(method, "__func__", None)) for path, method in found)
+    return Counter((replace_numbers(path), getattr(method, "__func__", None)) for path, method in found)
 
 
 @contextmanager
@@ -288,7 +284,7 @@ def make_validation_cache_key(model: nn.Module) -> Hashable | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(has_library_forward, model.modules())):
         return None
-    kinds = frozenset((_replace_digits(path), type(module)) for path, module in model.named_modules())
+    kinds = frozenset((replace_numbers(path), type(module)) for path, module in model.named_modules())
     return type(model), config.to_json_string(), kinds
 
 
@@ -680,7 +676,7 @@ def _find_trained_parameters(
         reference = ReferenceGradients.from_model(first, forward_fn)
         reference.check_is_informative()
         losses = [compute_loss_from_all_outputs(call(again)).item() for call in (forward_fn, reseeded_forward_fn)]
-    except Exception:
+    except Exception:  # the caller tries another mode
         return None
     return reference.find_trained_parameters() if set(losses) == {reference.loss} else None
 

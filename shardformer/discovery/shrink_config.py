@@ -39,9 +39,14 @@ LayerKind = frozenset[tuple[str, str]]
 """The kind of a layer: the path (with ``*`` for each number) and the class name of each of its modules."""
 
 
+def replace_numbers(module_path: str) -> str:
+    """Replace each number in a path by ``*``, so that the paths of corresponding modules in all layers are equal."""
+    return re.sub(r"\d+", "*", module_path)
+
+
 def get_layer_kind(layer: nn.Module) -> LayerKind:
     """Return the paths and classes of a layer's modules, which are equal for layers of the same kind."""
-    return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
+    return frozenset((replace_numbers(path), type(module).__name__) for path, module in layer.named_modules())
 
 
 def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
@@ -52,11 +57,11 @@ def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
 
 
 def find_missing_module_paths(reduced_model: nn.Module, model: nn.Module) -> list[str]:
-    """Return the paths of modules outside the module lists that have parameters, but no reduced version."""
-    paths = {re.sub(r"\d+", "*", path) for path, _ in reduced_model.named_modules()}
+    """Find modules with parameters, outside lists of layers, that a small version of the model lacks."""
+    paths = {replace_numbers(path) for path, _ in reduced_model.named_modules()}
     lists = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential))
     outside = [path for path, m in model.named_modules() if m._parameters and not path.startswith(lists)]
-    return [path for path in outside if re.sub(r"\d+", "*", path) not in paths]
+    return [path for path in outside if replace_numbers(path) not in paths]
 
 
 def get_num_layers_to_keep(model: nn.Module) -> int:

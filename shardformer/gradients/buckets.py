@@ -1,4 +1,4 @@
-"""Buckets of gradients, each of which is reduced over ranks with a single collective.
+"""Buckets of gradients. A single collective reduces all gradients of a bucket over ranks.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
@@ -397,7 +397,7 @@ class AllReduceToGrad:
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.view_in_bucket(flat[place])
-                if had is not None and had[i] < 0 and not had[i] % -bucket.sparse_flag > 0:  # sparse on all ranks
+                if had is not None and had[i] < 0 and not had[i] % -bucket.sparse_flag > 0:  # all sparse; -inf in fp16
                     self._sparse.append((gradient, value))
                 elif gradient.param.grad is None or gradient.param.grad.is_sparse:
                     gradient.param.grad = value.clone()

@@ -174,11 +174,11 @@ class WeightedMeanMode(TorchFunctionMode):
             register_forward_hooks(model, HookOrder.RECORDER, self._start_forward, self._end_forward, always_call=True)
             for model in self._models
         ]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        super().__exit__(*args)  # type: ignore[no-untyped-call]  # torch does not annotate it
         torch.set_grad_enabled(not self._is_evaluation)
         for undo in self._undo:
             undo()
@@ -204,7 +204,7 @@ class WeightedMeanMode(TorchFunctionMode):
                 value = value * factor
             if self._is_evaluation and before:
                 value = self._require_grad(value)
-            output[name] = value  # type: ignore[index]
+            output[name] = value  # type: ignore[index]  # a ModelOutput or a dict
         return output
 
     def _require_grad(self, output: Tensor) -> Tensor:

@@ -566,12 +566,8 @@ class Pipeline:
         modes = run_backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(micro_batches), *modes, seen, steps, options, _hash_repr(kinds), seed)
         groups = sorted({*self._stages.shared.values()})
-        hashes = [
-            watch.hash_shared_weights(group, found)
-            if watch is not None and (found := self._find_shared_entries(group))
-            else 0
-            for group in groups
-        ]
+        shared = [(group, self._find_shared_entries(group)) for group in groups]
+        hashes = [0 if watch is None else watch.hash_shared_weights(*each) for each in shared]
         with self._runtime.add_stage_note_to_errors("before a step"):
             gathered = collectives.all_gather_ints((*local, *hashes), axis)
             rows = self._mask_allowed_differences([row[: len(local)] for row in gathered])

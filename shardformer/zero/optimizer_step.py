@@ -178,7 +178,6 @@ def compute_sharded_grad_norm(
     zero_stage: int,
     local_error: Exception | None = None,
     param_ids: Collection[int] | None = None,
-    *,
     norm_type: float = 2.0,
     within_pipeline_stage: bool = False,
 ) -> Tensor:

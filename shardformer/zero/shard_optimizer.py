@@ -334,8 +334,8 @@ def shard_optimizer(
         on_nonfinite: Whether a NaN or infinite gradient makes ``step`` "raise" InputError on all ranks, "skip" the step
             (as fp16 always does), or "ignore" it.
         keep_frozen: Whether stage 3 leaves frozen parameters unsharded.
-        reshard_after_forward: Whether stage 3 frees a layer after its forward pass. None means True, or False in a
-            pipeline. A number is the bytes of the last layers to keep, and "free" means all free GPU memory.
+        reshard_after_forward: Whether stage 3 frees each layer between its forward and backward pass. None means True,
+            or False in a pipeline. A number of bytes keeps as much of the last layers. "free" fills free GPU memory.
         bucket_bytes: Size of a gradient bucket in bytes. None uses the value of ``shard_model``, by default 25 MB.
         overlap: Whether communication of gradients and of stage 3 layers overlaps with computation.
         context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.

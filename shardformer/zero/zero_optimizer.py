@@ -332,11 +332,13 @@ class ZeroOptimizer(Optimizer):
 
     def _get_grad_norm(
         self,
-        local_error: Exception | None,
+        error: Exception | None,
         param_ids: Collection[int] | None = None,
-        **options: Any,
+        norm_type: float = 2.0,
+        within_pipeline_stage: bool = False,
     ) -> Tensor:
-        return compute_sharded_grad_norm(self.shards, self.table, self._stage, local_error, param_ids, **options)
+        arguments = self.shards, self.table, self._stage, error, param_ids, norm_type, within_pipeline_stage
+        return compute_sharded_grad_norm(*arguments)
 
     def reduce_pending_grads(self) -> None:
         """Reduce the gradients that were accumulated inside ``no_sync``. Must be called on all ranks."""

@@ -1,4 +1,4 @@
-"""Launched processes of which one dies, stops, raises or swallows an error. All end in time, and the rank is reported.
+"""Launched processes where one dies, stops, raises or swallows an error. All end in time, and the rank is reported.
 
 python tests/hostile/faults.py --every 4
 """

@@ -21,7 +21,7 @@ Optimizers = Callable[["Classifier"], list[torch.optim.Optimizer]]
 
 
 class Classifier(nn.Module):
-    """A head of the user on a backbone of which only the latter is sharded."""
+    """A backbone, which is sharded, and a head of the user, which is not."""
 
     def __init__(self, context: ParallelContext | None = None, **options: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_comparison_can_be_disabled_and_skips_modules_without_a_sharded_submodul
 
 
 class WithValueHead(nn.Module):
-    """A head on the logits of a language model of which only the latter is sharded."""
+    """A language model, which is sharded, and a head on its logits, which is not."""
 
     def __init__(self, context: ParallelContext | None = None) -> None:
         super().__init__()

@@ -24,6 +24,18 @@ def plain() -> Any:
     return SmallModelFactory("llama")().train()
 
 
+def scaled_step(scaler: Any, model: Any, optimizer: Any, max_norm: float | None) -> float:
+    """Step with a GradScaler, after clipping if ``max_norm`` is a number, and return the next scale."""
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    scale: float = scaler.get_scale()
+    return scale
+
+
 def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
     """Return the weights and the scales of three steps. In the second one rank has an infinite gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -33,13 +45,7 @@ def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = N
         scaler.scale(model(**RandomBatchFactory(DEFAULT_HEAD["llama"])(i)).loss).backward()
         if i == 1 and rank == odd:
             next(p for n, p in model.named_parameters() if "up_proj" in n).grad.view(-1)[0] = float("inf")
-        if unscales:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
+        scales.append(scaled_step(scaler, model, optimizer, 1.0 if unscales else None))
     return scales, model
 
 
@@ -89,13 +95,7 @@ def scaled_accumulation(model: Any, optimizer: Any, ranks: list[int], *, unscale
                     loss = model(**RandomBatchFactory(DEFAULT_HEAD["llama"])(9 * i + 3 * half + rank)).loss
                     loss = loss * float("inf") if (i, half, rank) == (1, 0, 1) else loss / len(ranks)
                     scaler.scale(loss).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
+        scales.append(scaled_step(scaler, model, optimizer, 0.1 if unscales else None))
     return scales, model
 
 
