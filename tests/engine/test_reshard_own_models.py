@@ -40,6 +40,7 @@ PATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_losses_equal_those_of_one_process(path: list[dict[str, Any]]) -> None:
@@ -51,6 +52,7 @@ def test_losses_equal_those_of_one_process(path: list[dict[str, Any]]) -> None:
     assert found == [pytest.approx(expected, abs=1e-9)] * 2
 
 
+@pytest.mark.slow
 def test_a_layout_that_the_model_does_not_support_is_refused() -> None:
     models = [Model(shifts_tokens=True).double() for _ in range(2)]
 

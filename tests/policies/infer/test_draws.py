@@ -161,6 +161,7 @@ def make_dropping_model(drop: str, rate: float, batch_norm: bool) -> ToyLM:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop", "rate"), [*product(REPRODUCIBLE, [0.3]), ("rand", 0.8), ("numpy", 0.8), ("python", 0.8)]
 )
@@ -172,12 +173,14 @@ def test_sequence_parallelism_is_refused_if_only_random_training_mixes_tokens(dr
     assert policy.no_sequence_parallel is not None and policy.no_pipeline is None and policy.stack.blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", ["noise", "dropout", "python"])
 def test_random_training_without_token_mixing_supports_all_layouts(drop: str) -> None:
     policy = derive_policy(make_dropping_model(drop, 0.3, batch_norm=False), batch={"ids": toy_batch(0)["ids"]})
     assert policy.no_sequence_parallel is None and policy.no_pipeline is None and "MLP" in str(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_context_parallelism_is_validated_in_random_training(batch_norm: bool) -> None:
     model = make_dropping_model("noise", 0.3, batch_norm)
@@ -186,6 +189,7 @@ def test_context_parallelism_is_validated_in_random_training(batch_norm: bool) -
     assert (found.failure is not None) == batch_norm, found
 
 
+@pytest.mark.slow
 def test_a_policy_that_was_validated_in_eval_mode_only_has_a_note() -> None:
     model = make_dropping_model("rand", 0.3, batch_norm=False)
     batch = {"ids": toy_batch(0)["ids"]}

@@ -380,6 +380,7 @@ class MatrixLM(nn.Module):
         return (x + x @ self.mix) @ self.embed.weight.T
 
 
+@pytest.mark.slow
 def test_a_model_without_shardable_layers_is_not_reported_as_having_unknown_inputs() -> None:
     def run(context: ParallelContext) -> None:
         shardformer.shard_model(MatrixLM(), context=context)

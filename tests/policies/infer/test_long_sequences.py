@@ -48,6 +48,7 @@ def make_model(threshold: int, limit: int = 1000) -> LimitedLM:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threshold", "limit"), [(16, 1000), (12, 20), (1000, 1000)])
 def test_layers_that_mix_tokens_of_long_sequences_do_not_support_sharded_sequences(threshold: int, limit: int) -> None:
     model, batch = make_model(threshold, limit), {"ids": toy_batch(0)["ids"]}

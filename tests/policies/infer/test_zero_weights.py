@@ -72,6 +72,7 @@ class Model(nn.Module):
 ZEROS = {"output layer": ("head.weight",), "gates": ("gate", "out.weight")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeros", ZEROS.values(), ids=ZEROS)
 def test_zeros_do_not_change_the_derived_policy(zeros: tuple[str, ...]) -> None:
     model = Model(*zeros)
@@ -92,12 +93,14 @@ def train(model: nn.Module) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_model_with_a_zero_output_layer_trains_as_on_one_process() -> None:
     models = [Model("head.weight").double() for _ in range(3)]
     found = run_as_threads(lambda c: train(shardformer.shard_model(models[c.tensor.rank], context=c)), tensor=2)
     assert found == [pytest.approx(train(models[2]), abs=1e-12)] * 2
 
 
+@pytest.mark.slow
 def test_zeros_do_not_hide_modules_that_mix_tokens() -> None:
     def shard(context: ParallelContext) -> None:
         model = Model("head.weight", shifts_tokens=True)
@@ -137,6 +140,7 @@ class GatedToyLM(ToyLM):
         return logits * self.gate if self.hides_all else logits
 
 
+@pytest.mark.slow
 def test_zero_gradients_are_reported_as_not_validated() -> None:
     for report in sharded(GatedToyLM, table(ATTENTION, FEED_FORWARD)):
         assert "was not validated on a copy of the model: the gradient of layers.0.attn.k.bias is exactly 0" in (
