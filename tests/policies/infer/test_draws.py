@@ -162,6 +162,7 @@ def make_dropping_model(drop: str, rate: float, batch_norm: bool) -> ToyLM:
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize(
     ("drop", "rate"), [*product(REPRODUCIBLE, [0.3]), ("rand", 0.8), ("numpy", 0.8), ("python", 0.8)]
 )
@@ -174,6 +175,7 @@ def test_sequence_parallelism_is_refused_if_only_random_training_mixes_tokens(dr
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("drop", ["noise", "dropout", "python"])
 def test_random_training_without_token_mixing_supports_all_layouts(drop: str) -> None:
     policy = derive_policy(make_dropping_model(drop, 0.3, batch_norm=False), batch={"ids": toy_batch(0)["ids"]})
@@ -181,6 +183,7 @@ def test_random_training_without_token_mixing_supports_all_layouts(drop: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(batch_norm=(True,))
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_context_parallelism_is_validated_in_random_training(batch_norm: bool) -> None:
     model = make_dropping_model("noise", 0.3, batch_norm)

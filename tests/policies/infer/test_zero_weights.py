@@ -73,6 +73,7 @@ ZEROS = {"output layer": ("head.weight",), "gates": ("gate", "out.weight")}
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("zeros", ZEROS.values(), ids=ZEROS)
 def test_zeros_do_not_change_the_derived_policy(zeros: tuple[str, ...]) -> None:
     model = Model(*zeros)
